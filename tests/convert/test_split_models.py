@@ -9,7 +9,7 @@ import torch
 
 import shardckpt
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import FormatError, MissingDataError
+from shardckpt.errors import FormatError, MissingDataError, OptionError
 
 
 def write(path, name):
@@ -43,6 +43,14 @@ def test_a_split_model_without_an_index_is_imported_whole_or_refused_with_the_mi
     write(tmp_path / parts[1], "w0")
     with pytest.raises(FormatError, match="'w0' is in"):
         import_checkpoint(tmp_path, tmp_path / "again")
+
+
+@pytest.mark.parametrize("pattern", ["model-{}.safetensors", "pytorch_model-{}.bin"])
+def test_the_files_of_two_models_in_a_directory_without_an_index_are_refused(tmp_path, pattern):
+    for number in ("1-of-00002", "2-of-00002", "1-of-00003", "2-of-00003", "3-of-00003"):
+        write(tmp_path / pattern.format(f"0000{number}"), f"w{number}")
+    with pytest.raises(OptionError, match="there are several models"):
+        import_checkpoint(tmp_path, tmp_path / "new")
 
 
 @pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], 5])

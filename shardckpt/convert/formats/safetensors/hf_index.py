@@ -86,6 +86,20 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
     return parts
 
 
+def parts_of_only_model(models: Sequence[str], names: Sequence[str], where: object) -> list[str]:
+    """All files of the model that some files belong to, in order; see `parts_of`.
+
+    Raises:
+        OptionError: they belong to several models, as of two saves.
+    """
+    parts = parts_of(models[0], names, where)
+    if not {*models} <= {*parts}:
+        raise OptionError(
+            f"{where}: there are several models ({few(models)}); give the path of one of them."
+        )
+    return parts
+
+
 def is_part(name: str) -> bool:
     """Whether a file has the name of one file of a split model, even if it is the only one."""
     return _PART.fullmatch(name) is not None

@@ -25,12 +25,13 @@ from shardckpt.convert.formats.safetensors.hf_index import (
     check_index,
     note_of_part,
     parts_of,
+    parts_of_only_model,
     read_weight_map,
 )
 from shardckpt.convert.placed import PlacedTensor, RowMajor, place_tensors
 from shardckpt.convert.span import Span
 from shardckpt.convert.strict_json import is_json, parse_json
-from shardckpt.errors import CorruptionError, FormatError, OptionError
+from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.hf_files import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -174,14 +175,9 @@ def _main(names: Sequence[str], store: Store) -> str:
         models = [name for name in names if name.endswith(suffix)]
         if _MODEL + suffix in models:
             return _MODEL + suffix
-        if len(models) == 1:
-            return models[0]
-        if models and suffix == SUFFIX and set(models) <= {*parts_of(models[0], models, store)}:
-            return models[0]
         if models:
-            raise OptionError(
-                f"{store}: there are several models ({few(models)}); give the path of one of them."
-            )
+            parts_of_only_model(models, models, store)
+            return models[0]
     raise FormatError(f"{store}: there is no {SUFFIX} file.")
 
 

@@ -17,7 +17,7 @@ from shardckpt.convert.formats.safetensors.hf_index import (
     check_index,
     is_part,
     note_of_part,
-    parts_of,
+    parts_of_only_model,
     read_weight_map,
 )
 from shardckpt.convert.formats.torch.deepspeed import note_of_file, refuse_directory
@@ -81,6 +81,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
             cannot be stored; or files and index disagree.
         MissingDataError: a file that the index names is missing.
         NotFoundError: there is no such file in the directory.
+        OptionError: the files of several models are there.
         CorruptionError, StorageError: a file is truncated, or cannot be read.
     """
     del trust_pickle
@@ -97,9 +98,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
             None,
         )
         if file is None and (parts := _parts(names)):
-            return _join_parts(
-                location, [FileVersion(store, name) for name in parts_of(parts[0], names, store)]
-            )
+            joined = parts_of_only_model(parts, names, store)
+            return _join_parts(location, [FileVersion(store, name) for name in joined])
         if file is None:
             refuse_directory(store, names)
             raise NotFoundError(
