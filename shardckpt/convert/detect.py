@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.convert.files.file_version import file_at
+from shardckpt.convert.files.file_version import Candidate, file_at
 from shardckpt.convert.formats.megatron.source import refuse_without_newest
 from shardckpt.convert.formats.torch.deepspeed import refuse_directory
 from shardckpt.convert.hub_cache import hub_snapshot
@@ -68,7 +68,7 @@ _MOST_BELOW = 128
 class FormatModule(Protocol):
     """The interface of each module `formats/<name>/source.py`."""
 
-    def looks_like(self, location: Location) -> str | None:
+    def looks_like(self, candidate: Candidate) -> str | None:
         """The signs of the format at a location, in words; None: there are none."""
         ...
 
@@ -137,10 +137,10 @@ def detect_known(location: Location) -> Detected | None:
         OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
         StorageError: the storage failed or refused.
     """
-    file = file_at(location)
+    candidate = Candidate.at(location)
+    file, names = candidate.file, candidate.names
     if file is None and not Store.open(location).lists:
-        return _detected_unlisted(location)
-    names = [] if file is not None else Store.open(location).list_children()
+        return _detected_unlisted(candidate)
     if file is None and not names:
         raise NotFoundError(
             f"{location}: there is no such file, and no directory of that name with files in it; "
@@ -152,7 +152,9 @@ def detect_known(location: Location) -> Detected | None:
             "layout with reshard."
         )
     seen = {
-        name: what for name in FORMATS if (what := module_of(name).looks_like(location)) is not None
+        name: what
+        for name in FORMATS
+        if (what := module_of(name).looks_like(candidate)) is not None
     }
     first = [
         name for name in seen if all(other in (name, *_BEFORE.get(name, ())) for other in seen)
@@ -178,7 +180,7 @@ def detect_known(location: Location) -> Detected | None:
     return None
 
 
-def _detected_unlisted(location: Location) -> Detected:
+def _detected_unlisted(candidate: Candidate) -> Detected:
     """Detect the format of a directory that its storage does not list.
 
     Only zarr has a file that is always there.
@@ -186,11 +188,11 @@ def _detected_unlisted(location: Location) -> Detected:
     Raises:
         NotFoundError: nothing is known to be there.
     """
-    signs = module_of("zarr").looks_like(location)
+    signs = module_of("zarr").looks_like(candidate)
     if signs is None:
         raise NotFoundError(
-            f"{location}: no checkpoint there; a web server lists no directory: give the url of a "
-            "file, as model.safetensors."
+            f"{candidate.location}: no checkpoint there; a web server lists no directory: give the "
+            "url of a file, as model.safetensors."
         )
     return Detected("zarr", signs)
 

@@ -3,21 +3,27 @@ lists what is there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from faults import faulty_cloud
+from safetensors.numpy import save, save_file
 
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert import detect as detecting
 from shardckpt.convert.detect import FORMATS, Detected, detect, module_of
+from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from shardckpt.convert.files.file_version import Candidate
 
 ARRAYS = {"w": np.ones((2, 3), np.float32)}
 
@@ -28,9 +34,8 @@ class Other:
     def __init__(self, suffix: str) -> None:
         self.suffix = suffix
 
-    def looks_like(self, location: object) -> str | None:
-        names = [path.name for path in parse(str(location)).local_path.glob(f"*{self.suffix}")]  # type: ignore[union-attr]  # on disk
-        return f"{names[0]}" if names else None
+    def looks_like(self, candidate: Candidate) -> str | None:
+        return next((name for name in candidate.names if name.endswith(self.suffix)), None)
 
 
 @pytest.fixture
@@ -64,6 +69,17 @@ def test_a_directory_is_known_by_what_is_in_it(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     assert detect(parse(tmp_path)) == Detected("safetensors", "model.safetensors in the directory")
+
+
+def test_detection_in_a_bucket_lists_a_directory_once_for_all_formats(gcs_server: Any) -> None:
+    # TensorStore keeps a bucket's endpoint: this one is known by the proxy's alone.
+    ours = replace(gcs_server, bucket=gcs_server.new_bucket(f"detect-{uuid4().hex}"))
+    with faulty_cloud(ours) as cloud:
+        place = parse(cloud.emulator.url("model"))
+        Store.open(place).write("model.safetensors", save(ARRAYS))
+        with cloud.breaking():
+            assert detect(place).format == "safetensors"
+        assert sum(cloud.proxy.traffic.summary()["kinds"].values()) <= 3
 
 
 @pytest.mark.usefixtures("formats")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWri
 
 import shardckpt
 from shardckpt.convert.detect import detect
+from shardckpt.convert.files.file_version import Candidate
 from shardckpt.convert.foreign import ROWS_BYTES
 from shardckpt.convert.formats.dcp import source as from_dcp
 from shardckpt.convert.importing import import_checkpoint
@@ -134,14 +135,14 @@ def test_chunks_lie_as_the_elements_do_and_are_bounded(plain):
 
 def test_it_is_detected_and_said_what_was_seen(plain, tmp_path):
     assert (
-        from_dcp.looks_like(plain)
+        from_dcp.looks_like(Candidate.at(plain))
         == "a torch.distributed.checkpoint directory: .metadata and 1 .distcp files"
     )
     assert detect(plain).format == "dcp"
     (tmp_path / "metadata.json").write_text("{}")
-    assert from_dcp.looks_like(parse(tmp_path)) is None
-    assert from_dcp.looks_like(parse(tmp_path / "nothing")) is None
-    assert from_dcp.looks_like(parse(f"{plain}.pt")) is None
+    assert from_dcp.looks_like(Candidate.at(parse(tmp_path))) is None
+    assert from_dcp.looks_like(Candidate.at(parse(tmp_path / "nothing"))) is None
+    assert from_dcp.looks_like(Candidate.at(parse(f"{plain}.pt"))) is None
 
 
 def test_an_import_is_a_checkpoint_of_the_same_state(plain, tmp_path):
@@ -394,7 +395,7 @@ def test_files_that_are_safetensors_inside_are_refused(jobs, tmp_path):
 
 def test_a_save_without_collectives_is_refused(jobs, tmp_path):
     location = saved(jobs, tmp_path / "alone", 2, "sharded", "one file", "without collectives")
-    assert "without collectives" in from_dcp.looks_like(location)
+    assert "without collectives" in from_dcp.looks_like(Candidate.at(location))
     with pytest.raises(FormatError, match=r"there is no \.metadata.*without collectives"):
         opened(location)
 

@@ -18,6 +18,7 @@ from paths import GOLDEN
 import shardckpt
 from shardckpt import restore
 from shardckpt.convert.detect import detect
+from shardckpt.convert.files.file_version import Candidate
 from shardckpt.convert.formats.dcp import source as from_dcp
 from shardckpt.convert.formats.megatron import source as from_megatron
 from shardckpt.convert.importing import import_checkpoint
@@ -82,12 +83,12 @@ def test_of_the_directory_of_a_training_the_newest_is_taken(tmp_path):
 
 def test_it_is_told_from_other_directories_of_dcp(tmp_path):
     assert (
-        from_megatron.looks_like(parse(WRITTEN))
+        from_megatron.looks_like(Candidate.at(parse(WRITTEN)))
         == "a checkpoint of Megatron-Core, format torch_dist: metadata.json"
     )
-    assert from_dcp.looks_like(parse(WRITTEN)) is None
+    assert from_dcp.looks_like(Candidate.at(parse(WRITTEN))) is None
     (tmp_path / "metadata.json").write_text('{"weights": []}')
-    assert from_megatron.looks_like(parse(tmp_path)) is None
+    assert from_megatron.looks_like(Candidate.at(parse(tmp_path))) is None
 
 
 def test_its_metadata_is_a_pickle_as_any_of_dcp():
@@ -122,4 +123,4 @@ def test_a_newest_iteration_that_is_none_is_refused(tmp_path):
     ):
         with pytest.raises(FormatError, match=r"'\.\./\.\./etc' is not an iteration"):
             read()
-    assert from_megatron.looks_like(parse(tmp_path)) is None
+    assert from_megatron.looks_like(Candidate.at(parse(tmp_path))) is None

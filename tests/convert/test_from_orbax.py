@@ -19,6 +19,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
+from shardckpt.convert.files.file_version import Candidate
 from shardckpt.convert.formats.orbax.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import (
@@ -76,7 +77,7 @@ def opened(path):
 def test_a_checkpoint_is_read_as_orbax_itself_reads_it(written, name):
     root, answers = written
     assert described(contents(opened(root / name))) == answers[name]
-    assert looks_like(parse(str(root / name))).startswith("an Orbax checkpoint, by ")
+    assert looks_like(Candidate.at(parse(str(root / name)))).startswith("an Orbax checkpoint, by ")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -151,7 +152,10 @@ def test_neither_orbax_nor_jax_is_imported(written):
 
 
 def test_a_managers_directory_is_refused_with_its_steps(written):
-    assert looks_like(parse(str(written[0] / "steps"))) == "steps of an Orbax CheckpointManager"
+    assert (
+        looks_like(Candidate.at(parse(str(written[0] / "steps"))))
+        == "steps of an Orbax CheckpointManager"
+    )
     with pytest.raises(
         NotFoundError,
         match=r"steps of a CheckpointManager: 9, 10\. Give one of them, for example .*/steps/10",
@@ -169,7 +173,7 @@ def test_what_is_no_orbax_checkpoint_is_not_taken_for_one(written, tmp_path):
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "TensorFlow\'s"')
     (tmp_path / "state").mkdir()
     signs = [
-        looks_like(parse(str(p)))
+        looks_like(Candidate.at(parse(str(p))))
         for p in (tmp_path, tmp_path / "nothing", tmp_path / "checkpoint", written[0])
     ]
     assert signs == [None] * 4, "several checkpoints side by side are none either"
@@ -180,7 +184,7 @@ def test_what_is_no_orbax_checkpoint_is_not_taken_for_one(written, tmp_path):
 def test_what_is_not_finished_is_refused(written, copied, tmp_path):
     by_name = tmp_path / "3.orbax-checkpoint-tmp-1234"
     shutil.copytree(written[0] / "steps" / "10", by_name)
-    assert "not finished" in looks_like(parse(str(by_name)))
+    assert "not finished" in looks_like(Candidate.at(parse(str(by_name))))
     item = copied("items/step_00000005")
     (item / "state").rename(item / "state.orbax-checkpoint-tmp")
     unmerged = copied("ocdbt, zarr 3")

@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
+from shardckpt.convert.files.file_version import Candidate
 from shardckpt.convert.formats.torch import file as torch_file
 from shardckpt.convert.formats.torch.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
@@ -123,7 +124,10 @@ def test_a_state_is_read_as_torch_reads_it(tmp_path, protocol):
     }
     path = saved(tmp_path, state, pickle_protocol=protocol)
     expect(path, torch.load(path, weights_only=False))
-    assert looks_like(parse(str(path))) == "state.pt, a zip archive that begins with data.pkl"
+    assert (
+        looks_like(Candidate.at(parse(str(path))))
+        == "state.pt, a zip archive that begins with data.pkl"
+    )
 
 
 def test_what_is_a_plain_value_in_other_clothes_is_taken(tmp_path):
@@ -519,7 +523,10 @@ def test_nothing_of_a_pickle_is_run(tmp_path):
 
 def test_files_of_before_torch_1_6_are_refused_with_what_to_do(tmp_path):
     path = saved(tmp_path, {"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    assert looks_like(parse(str(path))) == "state.pt, a file of torch.save before torch 1.6"
+    assert (
+        looks_like(Candidate.at(parse(str(path))))
+        == "state.pt, a file of torch.save before torch 1.6"
+    )
     with pytest.raises(FormatError, match=r"before 1\.6.*save it again with torch.save"):
         opened(path)
 
@@ -530,7 +537,7 @@ def test_other_files_are_not_taken_for_torchs(tmp_path):
     (tmp_path / "text").write_text("PK")
     shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "text")
     places = [tmp_path, *tmp_path.iterdir(), tmp_path / "nothing"]
-    assert [looks_like(parse(str(place))) for place in places] == [None] * len(places)
+    assert [looks_like(Candidate.at(parse(str(place)))) for place in places] == [None] * len(places)
     for place in places:
         with pytest.raises(ShardckptError):
             opened(place)
@@ -626,7 +633,10 @@ def test_split_files_are_one_state(split):
     expected = {"a": torch.ones(3), "c": torch.arange(5), "b": torch.zeros(2, 2)}
     for path in (split, split / "pytorch_model.bin.index.json"):
         expect(path, expected)
-    assert looks_like(parse(str(split))) == "pytorch_model.bin.index.json in the directory"
+    assert (
+        looks_like(Candidate.at(parse(str(split))))
+        == "pytorch_model.bin.index.json in the directory"
+    )
     torch.save({"w": torch.ones(1)}, split / "pytorch_model.bin")
     expect(split, {"w": torch.ones(1)})
 
@@ -671,7 +681,7 @@ def test_keys_of_split_files_that_are_not_text_are_refused_by_their_file(split):
 def test_a_split_model_of_one_file_is_read_without_an_index(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "pytorch_model-00001-of-00001.bin")
     expect(tmp_path, {"a": torch.ones(3)})
-    assert looks_like(parse(str(tmp_path))) is not None
+    assert looks_like(Candidate.at(parse(str(tmp_path)))) is not None
 
 
 @pytest.mark.parametrize("number", ["00001-of-00000", "00000-of-00001", "00003-of-00002"])
@@ -687,7 +697,7 @@ def test_in_a_bucket_ranges_are_read(tmp_path, cloud):
     store.write("state.pt", saved(tmp_path, state).read_bytes())
     foreign = open_foreign(parse(cloud.url("torch", "state.pt")))
     assert described(contents(foreign)) == described(without_torch(state))
-    assert looks_like(foreign.location).startswith("state.pt, a zip archive")
+    assert looks_like(Candidate.at(foreign.location)).startswith("state.pt, a zip archive")
 
 
 def test_an_import_restores_as_what_was_saved(tmp_path):

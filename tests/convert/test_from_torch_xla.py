@@ -14,6 +14,7 @@ from foreign_contents import contents
 from paths import CHILDREN
 
 from shardckpt import restore
+from shardckpt.convert.files.file_version import Candidate
 from shardckpt.convert.formats.dcp import source as from_dcp
 from shardckpt.convert.formats.torch_xla import source as from_torch_xla
 from shardckpt.convert.importing import import_checkpoint
@@ -80,7 +81,8 @@ def test_every_device_has_a_piece_of_its_own(base):
 
 def test_of_several_steps_one_is_to_be_named_and_of_one_it_is_taken(base, tmp_path):
     assert (
-        from_torch_xla.looks_like(parse(base)) == "steps of torch_xla's CheckpointManager: 10, 20"
+        from_torch_xla.looks_like(Candidate.at(parse(base)))
+        == "steps of torch_xla's CheckpointManager: 10, 20"
     )
     with pytest.raises(OptionError, match=r"has the steps 10, 20; name one: .*/20"):
         from_torch_xla.open_foreign(parse(base), trust_pickle=True)
@@ -94,7 +96,7 @@ def test_of_several_steps_one_is_to_be_named_and_of_one_it_is_taken(base, tmp_pa
 
 def test_a_step_is_told_from_other_directories_of_dcp(base):
     assert (
-        from_torch_xla.looks_like(parse(base / "10"))
+        from_torch_xla.looks_like(Candidate.at(parse(base / "10")))
         == "a step of torch_xla's CheckpointManager: .metadata and .manager_metadata"
     )
-    assert from_dcp.looks_like(parse(base / "10")) is None
+    assert from_dcp.looks_like(Candidate.at(parse(base / "10"))) is None

@@ -15,6 +15,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt.convert.detect import detect
+from shardckpt.convert.files.file_version import Candidate
 from shardckpt.convert.formats.torch import source as from_torch
 from shardckpt.convert.formats.xser.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
@@ -58,7 +59,7 @@ def test_a_directory_of_xser_is_read_as_torch_xla_reads_it(saved):
 def test_files_of_xm_save_and_of_tensors_on_devices_are_torchs(saved, name):
     root, answers = saved
     assert described(contents(from_torch.open_foreign(parse(str(root / name))))) == answers[name]
-    assert looks_like(parse(str(root / name))) is None
+    assert looks_like(Candidate.at(parse(str(root / name)))) is None
 
 
 def test_which_of_the_two_a_file_is_follows_from_the_directory_beside_it(saved):
@@ -81,7 +82,7 @@ def test_in_a_bucket_it_is_read_as_well(saved, cloud):
     for path in (root / "xser.pt", *(root / "xser.pt.tensors").iterdir()):
         store.write(str(path.relative_to(root)), path.read_bytes())
     location = parse(cloud.url("xser", "xser.pt"))
-    assert looks_like(location) == "xser.pt, and 6 tensors in xser.pt.tensors/"
+    assert looks_like(Candidate.at(location)) == "xser.pt, and 6 tensors in xser.pt.tensors/"
     assert described(contents(open_foreign(location))) == answers["xser.pt"]
 
 

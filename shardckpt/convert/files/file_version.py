@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -200,6 +201,23 @@ def file_at(location: Location) -> FileVersion | None:
         return FileVersion(Store.open(above), location.name)
     except MissingDataError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A location that may have a checkpoint of some format."""
+
+    location: Location
+    file: FileVersion | None
+    """The file there; None: there is a directory, or nothing."""
+    names: Sequence[str]
+    """The names in the directory; none if its storage lists no names."""
+
+    @classmethod
+    def at(cls, location: Location) -> Self:
+        """Look at a location; StorageError as in `file_at`."""
+        file, store = file_at(location), Store.open(location)
+        return cls(location, file, store.list_children() if file is None and store.lists else [])
 
 
 def identity_of(location: Location, files: Iterable[FileVersion]) -> str:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.formats.dcp.metadata import DcpItem, DcpMetadata, DcpTensor
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.placed import Foreign
@@ -68,9 +69,9 @@ SHOWN = 50
 """Most names in a note."""
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of such a directory, in words; None: it is not one."""
-    names = children(location)
+    names = candidate.names
     if any(marks <= set(names) for marks in _OF_OTHERS):
         return None
     files = sum(name.endswith(".distcp") for name in names)

@@ -35,6 +35,7 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.formats.dcp.source import DcpState
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
@@ -48,19 +49,18 @@ LONGEST_CONFIG = 1 << 16
 """Most bytes of metadata.json: it has one line."""
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of such a directory, in words; None: it is not one."""
-    names = children(location)
-    if CONFIG in names:
-        backend = _backend(Store.open(location))
+    if CONFIG in candidate.names:
+        backend = _backend(Store.open(candidate.location))
         return (
             None
             if backend is None
             else f"a checkpoint of Megatron-Core, format {backend}: {CONFIG}"
         )
-    if NEWEST in names:
+    if NEWEST in candidate.names:
         try:
-            newest = _newest(location)
+            newest = _newest(candidate.location)
         except FormatError:  # what lies beside it may be a checkpoint of another format
             return None
         return (

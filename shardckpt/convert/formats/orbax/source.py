@@ -25,6 +25,9 @@ from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
@@ -48,16 +51,16 @@ _MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 """First bytes of a dict in msgpack. TensorFlow has a text file named `checkpoint`, too."""
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of an Orbax checkpoint, or of a directory of them, in words.
 
     None: there are none.
     """
-    place = Store.open(location)
-    if not place.has_directory():
+    names = candidate.names
+    if not names:
         return None
-    names = place.list_children()
-    if _is_unfinished(location.name):
+    place = Store.open(candidate.location)
+    if _is_unfinished(candidate.location.name):
         return "an Orbax checkpoint that is not finished, by its name"
     if _is_checkpoint(place, names):
         return (
@@ -147,7 +150,7 @@ def _item(place: Store, notes: list[str], depth: int) -> object:
     return items or None
 
 
-def _is_checkpoint(place: Store, names: list[str]) -> bool:
+def _is_checkpoint(place: Store, names: Sequence[str]) -> bool:
     """Whether the files of the place itself, not below it, show a checkpoint or a tree."""
     if METADATA in names or STEP in names or _STEP_V1 in names:
         return True
@@ -158,7 +161,7 @@ def _is_checkpoint(place: Store, names: list[str]) -> bool:
     )
 
 
-def _steps(place: Store, names: list[str]) -> list[str]:
+def _steps(place: Store, names: Sequence[str]) -> list[str]:
     """The steps of a `CheckpointManager`, in order, if the last one is a checkpoint."""
     steps = sorted(
         (name.removesuffix("/") for name in names if _STEP_NAME.fullmatch(name)), key=natural_key

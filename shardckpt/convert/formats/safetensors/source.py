@@ -40,6 +40,7 @@ from shardckpt.text import few
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.formats.safetensors.header import Header, HeaderTensor
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
@@ -51,13 +52,11 @@ _LARGEST_CONFIG = 256 << 10
 """Most bytes of a config file that is kept: it goes into every record."""
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of safetensors files at a location, in words; None: there are none."""
-    file = file_at(location)
+    file = candidate.file
     if file is None:
-        files = [
-            name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))
-        ]
+        files = [name for name in candidate.names if name.endswith((SUFFIX, INDEX_SUFFIX))]
         return f"{few(files)} in the directory" if files else None
     if file.key.endswith(INDEX_SUFFIX):
         return f"{file.key}, an index of split files"

@@ -33,6 +33,7 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
@@ -45,12 +46,11 @@ _BEFORE_1_6 = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 writes on request."""
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of files of `torch.save` at a location, in words; None: there are none."""
-    file = file_at(location)
+    file = candidate.file
     if file is None:
-        store = Store.open(location)
-        names = store.list_children() if store.has_directory() else []
+        names = candidate.names
         models = [
             name
             for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names))

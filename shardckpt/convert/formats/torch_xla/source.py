@@ -21,18 +21,21 @@ from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 WRITTEN_LAST = ".manager_metadata"
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of such a directory, in words; None: it is not one."""
-    names = children(location)
+    names = candidate.names
     if {METADATA, WRITTEN_LAST} <= set(names):
         return f"a step of torch_xla's CheckpointManager: {METADATA} and {WRITTEN_LAST}"
-    steps = _steps(location, names)
+    steps = _steps(candidate.location, names)
     return (
         f"steps of torch_xla's CheckpointManager: {', '.join(map(str, steps))}" if steps else None
     )
@@ -77,7 +80,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     )
 
 
-def _steps(location: Location, names: list[str]) -> list[int]:
+def _steps(location: Location, names: Sequence[str]) -> list[int]:
     """The complete steps below a directory, ascending."""
     steps = sorted(
         int(name[:-1])

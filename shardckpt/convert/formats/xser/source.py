@@ -25,6 +25,7 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.formats.torch.unpickling import Instance
     from shardckpt.convert.placed import Foreign
@@ -35,9 +36,9 @@ _TENSORS = ".tensors/"
 _TENSOR = re.compile(r"tensor_(\d{1,18})\.pt")
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of `xser.save` at a location, in words; None: there are none."""
-    file = file_at(location)
+    file = candidate.file
     if file is None or not is_torch_file(beginning(file)):
         return None
     tensors = [

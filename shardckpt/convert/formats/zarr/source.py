@@ -29,6 +29,7 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
@@ -226,10 +227,11 @@ def _codecs(document: Mapping[str, Any]) -> Iterator[str]:
                 yield from _codecs(inner)
 
 
-def looks_like(location: Location) -> str | None:
+def looks_like(candidate: Candidate) -> str | None:
     """The signs of a zarr group or array, in words; None: there are none."""
-    place = Store.open(location)
-    sign = next((name for name in _SIGNS if place.exists(name)), None)
+    place = Store.open(candidate.location)
+    names = candidate.names if place.lists else list(filter(place.exists, _SIGNS))
+    sign = next((name for name in _SIGNS if name in names), None)
     return None if sign is None else f"{sign} in the directory"
 
 
