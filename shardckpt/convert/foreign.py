@@ -46,7 +46,7 @@ class ForeignPart:
 
 @dataclass(slots=True, eq=False)
 class ForeignTensor:
-    """A tensor leaf in the state that `structure_of` receives.
+    """A tensor leaf in the state that `structure_and_tensors` receives.
 
     It is not frozen, because that triples the time to make one.
     """
@@ -82,24 +82,16 @@ def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) ->
     return tuple(chunks)
 
 
-def structure_of(state: object, where: str) -> Structure:
-    """The structure of a state of plain containers, small leaves, and `ForeignTensor`s.
+def structure_and_tensors(state: object, where: str) -> tuple[Structure, dict[str, ForeignTensor]]:
+    """The structure of a state, and its tensors by name: shared tensors once.
 
     Args:
-        state: nested dicts, lists and tuples.
+        state: nested dicts, lists and tuples of small leaves and `ForeignTensor`s.
         where: the file, for messages.
 
     Raises:
         LeafError: a leaf cannot be stored; the message names it.
         FormatError: the parts of a tensor do not cover it.
-    """
-    return structure_and_tensors(state, where)[0]
-
-
-def structure_and_tensors(state: object, where: str) -> tuple[Structure, dict[str, ForeignTensor]]:
-    """The structure of such a state, and its tensors by name: shared tensors once.
-
-    `structure_of` describes the arguments and errors.
     """
     flat = flatten(state, lambda value: isinstance(value, ForeignTensor), _identity, _meaning)
     records = {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()}

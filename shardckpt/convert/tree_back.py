@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_and_tensors
 from shardckpt.convert.nested import nested
 from shardckpt.errors import StructureMismatchError
 from shardckpt.state.names import shown
@@ -41,7 +41,8 @@ def check_tree(
     for number, (path, tensor) in enumerate(leaves):
         paths[str(number)] = path
         values[str(number)] = None if tensor is None else _placeholder(tensor)
-    written = _describe(structure_of(nested(values, paths, (), where), where).tensors)
+    structure, _ = structure_and_tensors(nested(values, paths, (), where), where)
+    written = _describe(structure.tensors)
     present = _describe(read_back.tensors)
     odd = next(
         (name for name in [*written, *present] if written.get(name) != present.get(name)), None

@@ -17,7 +17,7 @@ from shardckpt.convert.foreign import (
     ForeignPart,
     ForeignTensor,
     row_chunks,
-    structure_of,
+    structure_and_tensors,
 )
 from shardckpt.errors import BudgetError, FormatError, ReplacedError
 from shardckpt.io import foreign_arrays
@@ -51,7 +51,7 @@ def test_a_state_of_foreign_tensors_becomes_a_structure() -> None:
     halves = ForeignTensor(
         (4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)), ForeignPart((0, 3), (4, 3), (1, 3)))
     )
-    structure = structure_of({"a": whole, "b": [halves, 5], "c": whole}, "file")
+    structure, _ = structure_and_tensors({"a": whole, "b": [halves, 5], "c": whole}, "file")
     assert [(t.name, t.shape, [p.path for p in t.pieces]) for t in structure.tensors.values()] == [
         ("a", (4, 6), ["a"]),
         ("b/0", (4, 6), ["b/0=p0", "b/0=p3"]),
@@ -63,7 +63,7 @@ def test_a_state_of_foreign_tensors_becomes_a_structure() -> None:
 def test_parts_that_do_not_make_a_tensor_are_refused_by_name() -> None:
     half = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)),))
     with pytest.raises(FormatError, match=r"the file: 'b/w': .*\(4, 6\).* 12 elements of 24"):
-        structure_of({"b": {"w": half}}, "the file")
+        structure_and_tensors({"b": {"w": half}}, "the file")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import shardckpt
 from shardckpt import Mesh, errors
 from shardckpt.convert.arrangement import Arrangement
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_and_tensors
 from shardckpt.convert.naming.renamed_state import renamed_state
 from shardckpt.convert.options import NameOptions
 from shardckpt.layout.dtypes import by_name
@@ -172,7 +172,8 @@ def tensor(shape: tuple[int, ...] = (4, 6), **options: Any) -> ForeignTensor:
 
 def arranged(state: object, **options: Any) -> tuple[Arrangement, Any]:
     """The arrangement, and the state with each tensor as the names of what it is made of."""
-    arrangement = Arrangement.named(structure_of(state, "there"), NameOptions(**options), "there")
+    structure, _ = structure_and_tensors(state, "there")
+    arrangement = Arrangement.named(structure, NameOptions(**options), "there")
     made = {name: [view.tensor for view in views] for name, views in arrangement.views.items()}
     return arrangement, unflatten(arrangement.structure.tree, made)
 
@@ -337,7 +338,7 @@ def test_any_names_become_a_state_or_an_error_and_no_tensor_is_lost(
     old: list[str], new: list[str]
 ) -> None:
     count = min(len(old), len(new))
-    structure = structure_of({name: tensor() for name in old[:count]}, "there")
+    structure, _ = structure_and_tensors({name: tensor() for name in old[:count]}, "there")
     leaves = {name: object() for name in new[:count]}
     try:
         state = renamed_state(structure.tree, leaves, {})

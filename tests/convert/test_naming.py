@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from arrays import made
 
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_and_tensors
 from shardckpt.convert.naming.apply import Outputs, outputs_of
 from shardckpt.convert.naming.ties import first_names
 from shardckpt.convert.options import NameOptions
@@ -41,7 +41,7 @@ def structure(state: Any) -> Structure:
             id(value), ForeignTensor(value.shape, of_numpy(value.dtype), (whole,), None, id(value))
         )
 
-    return structure_of(leaf(state), "here")
+    return structure_and_tensors(leaf(state), "here")[0]
 
 
 def plan(state: Any = STATE, *, importing: bool = False, **options: Any) -> Outputs:
