@@ -45,8 +45,6 @@ class Flat:
     """Tensor leaves by name, in tree order; a tied tensor once, under its first name."""
     tree: JSON
     """The tree document: containers and small leaves (grammar in `shardckpt.state`)."""
-    aliases: dict[str, str]
-    """Further name of a tied tensor → the name under which the tensor is stored."""
     per_process: dict[str, Any] = field(default_factory=dict)
     """This process's values of the `PerProcess` leaves by name, in tree order. The tree contains
     none of them."""
@@ -97,7 +95,7 @@ def flatten(
     """
     walk = _Walk(is_tensor, identity, meaning, composite, local, process, addresses or {})
     tree = walk.visit(state, root, 0)
-    return Flat(walk.tensors, tree, walk.aliases, walk.per_process, walk.local_tensors, walk.axes)
+    return Flat(walk.tensors, tree, walk.per_process, walk.local_tensors, walk.axes)
 
 
 NEVER_LEAVES = frozenset({dict, list, tuple})
@@ -131,7 +129,6 @@ class _Walk:
         self.tensors: dict[str, Any] = {}
         self.per_process: dict[str, Any] = {}
         self.axes: dict[str, tuple[int, int]] = {}
-        self.aliases: dict[str, str] = {}
         self.first_names: dict[Hashable, str] = {}
         self.inside: set[int] = set()
         """ids of the containers around the current value."""
@@ -208,7 +205,6 @@ class _Walk:
                 self.first_names.setdefault(self.identity(self.tensors[other]), other)
             first = self.first_names.setdefault(identity, name)
             if first != name:
-                self.aliases[name] = first
                 return {"$tied": first}
         self.tensors[name] = value
         if self.inside_local:

@@ -139,11 +139,8 @@ class Selection:
                 "`shardckpt info`."
             )
         tensors = {name: flat.tensors[old] for name, old in stored.items()}
-        aliases = {
-            name: flat.aliases.get(name, name) for name in flat.aliases if self.selects(name)
-        }
         values = {name: value for name, value in flat.per_process.items() if self.selects(name)}
-        return replace(flat, tree=tree, tensors=tensors, aliases=aliases, per_process=values)
+        return replace(flat, tree=tree, tensors=tensors, per_process=values)
 
     def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
         """Sources of floating-point tensors in the dtype to publish."""

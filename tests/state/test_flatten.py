@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from shardckpt.errors import DtypeError, FormatError, LeafError
-from shardckpt.state import flatten, iter_leaves, leaf_names, leaves, parse, tensor_names, unflatten
+from shardckpt.state import (
+    alias_map,
+    flatten,
+    iter_leaves,
+    leaf_names,
+    leaves,
+    parse,
+    tensor_names,
+    unflatten,
+)
 
 W = np.zeros(1)
 
@@ -296,7 +305,7 @@ def test_a_tied_tensor_is_stored_under_its_first_name():
     state = {"embed": {"w": W}, "layers": [np.ones(1)], "head": {"w": W}}
     flat = flatten(state, is_tensor, identity=id)
     assert list(flat.tensors) == ["embed/w", "layers/0"]
-    assert flat.aliases == {"head/w": "embed/w"}
+    assert alias_map(flat.tree) == {"head/w": "embed/w"}
     assert flat.tree["head"] == {"w": {"$tied": "embed/w"}}
     back = unflatten(flat.tree, {name: tensor.copy() for name, tensor in flat.tensors.items()})
     assert back["head"]["w"] is back["embed"]["w"]
@@ -304,8 +313,8 @@ def test_a_tied_tensor_is_stored_under_its_first_name():
 
 
 def test_tensors_without_an_identity_are_never_tied():
-    assert flatten([W, W], is_tensor, identity=lambda _tensor: None).aliases == {}
-    assert flatten([W, W], is_tensor).aliases == {}
+    assert alias_map(flatten([W, W], is_tensor, identity=lambda _tensor: None).tree) == {}
+    assert alias_map(flatten([W, W], is_tensor).tree) == {}
 
 
 # --- registered leaves ---

@@ -16,7 +16,7 @@ from shardckpt import frameworks
 from shardckpt.errors import OptionError
 from shardckpt.format.structure import TensorRecord
 from shardckpt.layout.dtypes import of_numpy
-from shardckpt.state import flatten, match
+from shardckpt.state import alias_map, flatten, match
 from shardckpt.state.document import parse
 from shardckpt.state.select import selector
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
@@ -50,7 +50,8 @@ def stored_of(state, only=None):
     """The stored leaves and the tree of a checkpoint of the state, and the values of its tensors by
     name."""
     flat = flat_of(state)
-    values = {**flat.tensors, **{name: flat.tensors[first] for name, first in flat.aliases.items()}}
+    values = {name: flat.tensors[first] for name, first in alias_map(flat.tree).items()}
+    values |= flat.tensors
 
     def record(name):
         return TensorRecord(
