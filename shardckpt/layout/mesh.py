@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TypeAlias
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -85,7 +86,9 @@ class Mesh:
         object.__setattr__(self, "shape", checked_shape)
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "device_ids", ids)
-        object.__setattr__(self, "_hash", hash((checked_shape, names, ids.tobytes())))
+        # Pickles carry the hash, and each process hashes text and bytes differently.
+        sums = crc32("\0".join(names).encode()), crc32(ids)
+        object.__setattr__(self, "_hash", hash((checked_shape, sums)))
 
     @property
     def size(self) -> int:

@@ -1,6 +1,10 @@
 """A mesh knows which device stands where, whatever the devices are called."""
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -92,6 +96,37 @@ def test_what_cannot_be_a_mesh_is_refused_with_the_values(arguments, message):
 @given(meshes())
 def test_json_brings_the_same_mesh_back(mesh):
     assert Mesh.from_json(json.loads(json.dumps(mesh.to_json()))) == mesh
+
+
+_PICKLED = """
+import pickle, sys
+from shardckpt.layout.hybrid_mesh import HybridMesh
+from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.tile_assignment import TileAssignment
+
+values = [
+    Mesh((2, 2), ("x", "y"), [3, 2, 1, 0]),
+    HybridMesh((1, 4), (2, 1), ("data", "model")),
+    TileAssignment((4,), [3, 1, 0, 2]),
+]
+assert len({*values}) == 3
+pickle.dump(values, sys.stdout.buffer)
+"""
+
+
+def test_a_pickle_from_another_process_is_equal_and_hashes_alike():
+    pickles = [
+        subprocess.check_output(
+            [sys.executable, "-c", _PICKLED], env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = map(pickle.loads, pickles)
+    assert first == second
+    assert [*map(hash, first)] == [*map(hash, second)]
+    mine = Mesh((2, 2), ("x", "y"), [3, 2, 1, 0])
+    assert mine == first[0]
+    assert hash(mine) == hash(first[0])
 
 
 def test_json_writes_no_ids_where_they_count_from_zero():
