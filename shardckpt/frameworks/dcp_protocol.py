@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -269,6 +270,7 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
         starts, begins, sizes = ([tuple(map(index, row)) for row in rows] for rows in values[1:])
         shards = list(zip(starts, begins, sizes, strict=True))
         shape = tuple(map(index, values[0]))
+    held = [s for s in shards if prod(s[2])]
     if shape is not None:
         why = "a shard lies outside of a shape"
         if not all(
@@ -276,6 +278,8 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
             for start, begin, size in shards
         ):
             shape = None
+        elif any(a.overlap(b) for a, b in combinations([_box(b, n) for _, b, n in held], 2)):
+            why, shape = "two shards share elements", None
     if shape is None:
         words = ", ".join(
             f"{attribute}={value!r:.200}"
@@ -286,7 +290,6 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
             f"by {words}, which contradicts itself ({why}); give equally many offsets and sizes, "
             "each inside the complete and the local shape, or delete the attributes."
         )
-    held = [s for s in shards if prod(s[2])]
     return shape, [
         (_box(start, size), leaf.detach()[(*_box(begin, size).slices, ...)])
         for start, begin, size in held
