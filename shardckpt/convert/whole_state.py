@@ -24,7 +24,7 @@ from shardckpt.errors import NamesMismatchError
 from shardckpt.format.structure import Structure
 from shardckpt.reading.naming.outputs import identity
 from shardckpt.reshard.dtype_rules import plan_dtypes
-from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.reshard.optimizer_state import unrounded
 from shardckpt.state import meanings, select
 from shardckpt.state.document import leaves_of
 from shardckpt.state.select import check_selection, selector
@@ -132,7 +132,7 @@ def _select(
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     planned = plan_dtypes(
-        sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ()
+        sources, dtype, meanings(tree), unrounded(checkpoint.parsed_tree) if dtype else {}
     )
     dtypes = planned.dtypes
     outputs = [identity(tensor, name, dtypes[name]) for name, tensor in sources.items()]

@@ -3,7 +3,8 @@
 1. The first pattern that matches a tensor's name decides. The pattern "" stands for all tensors
    that no other pattern matches; a dtype alone is short for `{"": dtype}`.
 2. The pattern "" converts floating-point tensors only. It skips tensors without dimensions (step
-   counts) and optimizer state: rounding those changes the training.
+   counts) and optimizer state: rounding those changes the training. It skips the parts of quantized
+   tensors (scales) too.
 3. Any other pattern converts every tensor that it matches. It converts integers and tensors without
    dimensions only if the pattern's last part, after the last "/" or ".", has no wildcard:
    `optimizer/**` leaves each `step` unchanged, and `optimizer/**/step` converts it.
@@ -25,8 +26,6 @@ from shardckpt.state.select import matches
 from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     from shardckpt.layout.dtypes import DType
 
 SHORT_NAMES = {
@@ -124,7 +123,7 @@ def plan_dtypes(
     tensors: Mapping[str, _Typed],
     requested: DtypeOption,
     meaning: Mapping[str, str],
-    optimizer: Container[str],
+    unrounded: Mapping[str, str],
 ) -> DtypePlan:
     """Decide the dtype of each tensor.
 
@@ -132,7 +131,7 @@ def plan_dtypes(
         tensors: the tensors by name.
         requested: the requested dtypes.
         meaning: meaning of the elements, by name, for tensors that therefore cannot be converted.
-        optimizer: the names of tensors that are optimizer state.
+        unrounded: name → reason for which the pattern "" leaves the tensor.
 
     Raises:
         OptionError: a pattern matches nothing, or a dtype is unknown.
@@ -154,7 +153,7 @@ def plan_dtypes(
         reason = (
             "matched by no pattern"
             if pattern not in rules
-            else _stays(pattern, name, tensor, new, meaning, optimizer)
+            else _stays(pattern, name, tensor, new, meaning, unrounded)
         )
         dtypes[name] = tensor.dtype if reason else new
         if not reason and (name in meaning or not castable(tensor.dtype, new)):
@@ -184,7 +183,7 @@ def _stays(
     tensor: _Typed,
     new: DType,
     meaning: Mapping[str, str],
-    optimizer: Container[str],
+    unrounded: Mapping[str, str],
 ) -> str | None:
     """The reason why a tensor that a pattern matches keeps its dtype; None: it is converted."""
     integer, named = tensor.dtype.name.startswith(_INTEGER), bool(_LITERAL_END.fullmatch(pattern))
@@ -193,8 +192,8 @@ def _stays(
         reason = f"{new} already"
     elif pattern == _ALL and (not _is_floating(tensor.dtype) or name in meaning):
         reason = "not floating-point"
-    elif pattern == _ALL and name in optimizer:
-        reason = "optimizer state"
+    elif pattern == _ALL and name in unrounded:
+        reason = unrounded[name]
     elif integer and not named:
         reason = "not floating-point"
     elif not tensor.shape and not named:

@@ -1,4 +1,6 @@
-"""The tensors of a state that are optimizer state, as far as containers and names show it.
+"""The tensors that `dtype` without a pattern leaves: optimizer state, and parts of others.
+
+Optimizer state is, as far as containers and names show it:
 
 1. Everything below `state` or `param_groups`, in a dict that has both: torch's
    `Optimizer.state_dict`, and what `train_state` makes of it. DCP and Megatron may have flattened
@@ -29,6 +31,13 @@ _GROUPS = re.compile(r"((?:.*\.)?)param_groups(?:\..*)?", re.DOTALL)
 """A key that shows optimizer state beside it, below the same dotted prefix."""
 
 
+def unrounded(tree: Tree) -> dict[str, str]:
+    """Tensor name → reason for which `dtype` without a pattern leaves the tensor."""
+    root = parse(tree)
+    parts = dict.fromkeys((leaf.name for leaf in _parts(root)), "part of a quantized tensor")
+    return parts | dict.fromkeys(optimizer_state(root), "optimizer state")
+
+
 def optimizer_state(tree: Tree) -> frozenset[str]:
     """Names of all tensors that are optimizer state, including the other names of tied tensors."""
     root = parse(tree)
@@ -38,6 +47,13 @@ def optimizer_state(tree: Tree) -> frozenset[str]:
         for leaf in leaves_of(root)
         if isinstance(leaf, Tensor | Tied) and _BY_NAME.search(leaf.name)
     }
+
+
+def _parts(node: Node) -> Iterator[Node]:
+    """Yield the parts of composite tensors: only their class knows what rounding does to them."""
+    if isinstance(node, Branch):
+        for below in node.children:
+            yield from _parts(below) if node.composite is None else leaves_of(below)
 
 
 def _optimizers(node: Node) -> Iterator[Node]:

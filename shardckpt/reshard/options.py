@@ -63,7 +63,8 @@ def dtype_option() -> Any:
     """The option `dtype` of reshards, imports and exports."""
     return option(
         "Convert tensors to this dtype: those whose new name matches the pattern, and without a "
-        "pattern floating-point tensors except optimizer state (docs/reshard.md#dtypes).",
+        "pattern floating-point tensors except optimizer state and parts of quantized tensors "
+        "(docs/reshard.md#dtypes).",
         kind="texts",
         metavar="[PATTERN=]DTYPE",
         served="text",

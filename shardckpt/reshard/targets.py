@@ -19,7 +19,7 @@ from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.plan.chunks import smallest_chunk
 from shardckpt.reshard.dtype_rules import plan_dtypes
-from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.reshard.optimizer_state import unrounded
 from shardckpt.reshard.rules import Decision
 from shardckpt.state import meanings, per_process_names, select
 from shardckpt.state.select import check_selection, selector
@@ -75,8 +75,8 @@ def targets(
     tree, stored = select(source.tree, selector(options.only))
     sources = {name: source.tensors[old] for name, old in stored.items()}
     decisions = _decide_layouts(sources, options)
-    optimizer = optimizer_state(source.tree) if options.dtype else ()
-    planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
+    left = unrounded(source.tree) if options.dtype else {}
+    planned = plan_dtypes(sources, options.dtype, meanings(tree), left)
     types = planned.dtypes
     smallest = smallest_chunk(
         sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()), files=files

@@ -14,6 +14,7 @@ from shardckpt import errors
 from shardckpt.cli.app import app
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import flatten
+from tests.support.composites import Scaled
 
 F = np.float32
 STEP = np.array(12345, F)
@@ -181,6 +182,21 @@ def test_a_dtype_that_cannot_be_is_refused_in_words(source, tmp_path, dtype, wor
         shardckpt.reshard(source, tmp_path / "b", dtype=dtype)
     with pytest.raises(errors.OptionError, match=words):
         shardckpt.export(source, tmp_path / "e.pt", to="torch", dtype=dtype)
+
+
+def test_the_parts_of_a_quantized_tensor_are_left_unless_a_pattern_names_them(tmp_path):
+    weight = Scaled(torch.ones(4, 4, dtype=torch.int8), torch.full((4, 1), 0.1))
+    shardckpt.save(tmp_path / "a", {"model": {"w": weight, "b": torch.ones(3)}})
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", dtype="bfloat16", workers=1)
+    left = {"part of a quantized tensor": 1, "not floating-point": 1}
+    assert counts(report) == {"model": ({"bfloat16": 1}, left)}
+    exported = shardckpt.export(tmp_path / "a", tmp_path / "e.pt", to="torch", dtype="bfloat16")
+    assert counts(exported) == counts(report)
+    like = Scaled(torch.zeros(4, 4, dtype=torch.int8), torch.zeros(4, 1))
+    shardckpt.restore(tmp_path / "b", {"model": {"w": like}}, only="model/w/*")
+    assert like.scale.tolist() == weight.scale.tolist()
+    shardckpt.reshard(tmp_path / "a", tmp_path / "c", dtype={"**/scale": "bf16"}, workers=1)
+    assert dtypes(tmp_path / "c")["model/w/scale"] == "bfloat16"
 
 
 def test_what_is_state_of_an_optimizer_is_told_by_containers_and_names():

@@ -21,7 +21,7 @@ from shardckpt.convert.naming.ties import first_names
 from shardckpt.errors import NamesMismatchError
 from shardckpt.reading.naming.renaming import dotted, rename
 from shardckpt.reshard.dtype_rules import plan_dtypes
-from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.reshard.optimizer_state import unrounded
 from shardckpt.state import alias_map, leaf_names, meanings
 from shardckpt.state.names import shown
 from shardckpt.state.select import unused_patterns
@@ -122,13 +122,13 @@ def outputs_of(
         for output in mapped
     }
     origins = {name: output.sources[0].tensor for name, output in outputs.items() if output.sources}
-    meaning, moments = meanings(tree), optimizer_state(tree) if naming.dtype else frozenset()
+    meaning, left = meanings(tree), unrounded(tree) if naming.dtype else {}
     meant = {name: meaning[origin] for name, origin in origins.items() if origin in meaning}
     planned = plan_dtypes(
         outputs,
         naming.dtype,
         meant,
-        {name for name, origin in origins.items() if origin in moments},
+        {name: left[origin] for name, origin in origins.items() if origin in left},
     )
 
     tied = {prefix + name: prefix + first for name, first in left_out.items()}
