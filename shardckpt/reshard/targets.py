@@ -87,7 +87,8 @@ def targets(
         if keep_chunks and layout == old.layout and dtype.itemsize == old.dtype.itemsize:
             tensors[name] = renamed(old, name, dtype)
         else:
-            tensors[name] = tensor_record(name, old.shape, dtype, layout, smallest)
+            new = tensor_record(name, old.shape, dtype, layout, smallest)
+            tensors[name] = replace(new, array=old.array)
     return Targets(
         Structure(tree, tensors),
         sources,
@@ -102,7 +103,8 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     if name == tensor.name:
         # The new checkpoint has all elements.
         return replace(tensor, dtype=dtype, base=None, difference=False)
-    return TensorRecord(name, tensor.shape, dtype, tensor.layout, tensor.pieces_called(name))
+    pieces = tensor.pieces_called(name)
+    return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces, array=tensor.array)
 
 
 def _decide_layouts(

@@ -460,6 +460,25 @@ def test_arrays_come_back_as_arrays_where_a_new_training_has_nothing_yet(tmp_pat
     assert record.version == (1, 0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": shardckpt.Mesh((2,), ("x",)), "rules": ["history=(x)"]},
+        {"dtype": "bfloat16"},
+        {"only": ["model/**", "again"]},
+    ],
+    ids=["another layout", "another width", "another name"],
+)
+def test_arrays_come_back_as_arrays_from_a_resharded_checkpoint(tmp_path, options):
+    model, history = torch.nn.Linear(2, 2), np.arange(6.0)
+    state = shardckpt.train_state(model=model, history=history, again=history, rng=False)
+    shardckpt.save(tmp_path / "c", state)
+    shardckpt.reshard(tmp_path / "c", tmp_path / "d", workers=1, **options)
+    state = shardckpt.train_state(model=model, history=None, again=None, rng=False)
+    shardckpt.restore(tmp_path / "d", state, only="again", cast=True)
+    assert isinstance(state.values["again"], np.ndarray)
+
+
 @pytest.mark.long
 def test_jax_arrays_and_keys_come_back_as_such_where_a_new_training_has_nothing_yet(tmp_path):
     import jax
