@@ -82,10 +82,14 @@ class ClusterExecutor(Executor, ABC):
         result.set_running_or_notify_cancel()
 
         def settle(done: Future[T]) -> None:
-            if done.cancelled():
-                result.set_exception(self.lost())
-            elif (error := done.exception()) is not None:
-                result.set_exception(self._explain(error))
+            try:
+                error = self.lost() if done.cancelled() else done.exception()
+                if error is not None:
+                    error = self._explain(error)
+            except Exception as e:  # noqa: BLE001  (of a message or of translate: else nobody ends)
+                error = e
+            if error is not None:
+                result.set_exception(error)
             else:
                 result.set_result(done.result())
 

@@ -101,7 +101,7 @@ class OnRay(ClusterExecutor):
     def translate(self, error: BaseException) -> BaseException:
         """Unwrap the error of the task itself; translate the loss of a worker."""
         if isinstance(error, exceptions.RayTaskError):
-            cause: BaseException = error.cause
+            cause: BaseException = error.cause or error
             return cause
         if isinstance(error, _LOST):
             return WorkerLostError(_first_line(error))

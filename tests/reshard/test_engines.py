@@ -365,21 +365,48 @@ def lose(cluster, node):
         os.kill(pid, signal.SIGKILL)
 
 
+class OneThread(ClusterExecutor):
+    """A cluster of one thread, which finishes each call before `submit` returns."""
+
+    def start(self, fn, args, kwargs):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fn, *args, **kwargs)
+
+    def count(self):
+        return 1
+
+    def translate(self, error):
+        return error
+
+
+def fail_with(error):
+    raise error
+
+
 def test_an_error_that_is_its_own_cause_fails_the_call():
-    class Cluster(ClusterExecutor):
+    class Cluster(OneThread):
         def start(self, fn, args, kwargs):
             error = ValueError("refused")
             error.__cause__ = error
             raise error
 
-        def count(self):
-            return 1
-
-        def translate(self, error):
-            return error
-
     with pytest.raises(ValueError, match="refused"):
         Cluster("dask://auto").submit(print).result()
+
+
+def test_an_error_that_cannot_be_explained_fails_the_call():
+    class UnreadableError(ValueError):
+        def __str__(self):
+            raise AttributeError("no text")
+
+    class Cluster(OneThread):
+        def translate(self, error):
+            return fail_with(LookupError(type(error).__name__))
+
+    with pytest.raises(AttributeError, match="no text"):
+        OneThread("dask://auto").submit(fail_with, UnreadableError()).result(timeout=5)
+    with pytest.raises(LookupError, match="OSError"):
+        Cluster("dask://auto").submit(fail_with, OSError()).result(timeout=5)
 
 
 @pytest.mark.parametrize(
