@@ -7,6 +7,7 @@ several groups in turn.
 import json
 import logging
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -131,7 +132,13 @@ def absent():
     """The last rank is in the group and never calls."""
     dist.init_process_group("gloo", store=tcp_store(), rank=rank, world_size=world)
     answers = {}
+
+    def save_too(*_):
+        answers["in a handler"] = failure_of(lambda: Coordinator.current(timeout=1))
+
     if rank < world - 1:
+        signal.signal(signal.SIGALRM, save_too)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
         answers["failure"] = failure_of(lambda: Coordinator.current(timeout=1))
     dist.barrier()
     # All of them now: the same processes in the same group, after some of them had given up.

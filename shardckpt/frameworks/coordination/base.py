@@ -299,8 +299,7 @@ class Coordinator(ABC):
 
     def _questions(self, key: str) -> agreement.Questions:
         """The questions for `share` of a name, with a new call that is counted."""
-        # Another name than in 0.2.0 and before, whose values have another form: a job of both
-        # versions hears that processes are missing.
+        # Not the name of 0.2.0, whose values have another form: a mixed job misses processes.
         questions = self._asked.setdefault(key, agreement.Questions(f"{self.run_id}/shares/{key}"))
         questions.calls += 1
         return questions
@@ -335,8 +334,7 @@ def coordinator_of(coordinator: Coordinator | None, seconds: float) -> Coordinat
 
     Args:
         coordinator: the argument of the call.
-        seconds: the time limit of the call: if the processes have not agreed yet, it waits no
-            longer for the others.
+        seconds: maximum wait for the others, if the processes have not agreed yet.
 
     Raises:
         CoordinationError: as `Coordinator.current` does.
@@ -399,17 +397,14 @@ class _Round(NamedTuple):
     given: dict[str, list[int]]
 
 
-_lock = threading.Lock()
+_lock, _is_joining = threading.RLock(), False
 _round: _Round | None = None
 
 
 def _after_fork() -> None:
-    """Replace the lock, which another thread of the parent may have held.
-
-    Nothing would release it in the child.
-    """
-    global _lock  # noqa: PLW0603
-    _lock = threading.Lock()
+    """Replace the lock: a thread that the child does not have may hold it."""
+    global _lock, _is_joining
+    _lock, _is_joining = threading.RLock(), False
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -419,7 +414,7 @@ def _current(
     devices: Mapping[str, Iterable[int]] | None, timeout: float | None, joining: float
 ) -> Coordinator:
     """As `Coordinator.current`; other processes have `joining` seconds to join."""
-    global _round  # noqa: PLW0603
+    global _round, _is_joining  # noqa: PLW0603
     given = given_devices(devices) if devices else {}
     lock = _lock
     is_ours: list[bool] = []
@@ -433,7 +428,15 @@ def _current(
             )
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
-            made = kind(devices=given, timeout=joining)
+            if _is_joining:
+                raise CoordinationError(
+                    "this thread is joining the job; let a signal handler set a flag, no more."
+                )
+            try:
+                _is_joining = True
+                made = kind(devices=given, timeout=joining)
+            finally:
+                _is_joining = False
             made._timeout = _TIMEOUT
             _round = _Round(made, os.getpid(), given)
         elif devices is not None and given != _round.given:
@@ -484,8 +487,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
             from shardckpt.frameworks.coordination.jax_client import JaxClient
 
             stores.append((global_state.num_processes, JaxClient))
-    # Scripts often make a process group of one: if another store knows of more processes, it is the
-    # job's.
+    # Scripts often make a process group of one: a store with more processes is the job's.
     processes, kind = next((f for f in stores if f[0] > 1), (stores or [(1, SingleProcess)])[0])
     may_be_several = processes == 1 and not {"torch_xla", "jax"}.isdisjoint(sys.modules)
     others = framework_of_several() if may_be_several else None

@@ -33,6 +33,7 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later(run_job, port):
         "CoordinationError: process 0 waited 1 s for process 1, which did not answer. All "
         "processes of the job must"
     )
+    assert answers[0]["in a handler"].startswith("CoordinationError: this thread is joining")
     assert answers[0]["later"].startswith("CoordinationError: process 0 waited 1 s for process 1")
     assert len({answer["run_id"] for answer in answers}) == 1
 
