@@ -290,7 +290,8 @@ def _file_system(scheme: str, host: str, _environment: frozenset[tuple[str, str]
     except ValueError as e:
         raise UrlError(
             f"{scheme}://: fsspec knows no protocol {protocol!r}; check its name, or install the "
-            "package that has it."
+            "package that has it. Worker processes do not know what your program registers "
+            "itself: reshard with workers=1."
         ) from e
     names = {kind.protocol} if isinstance(kind.protocol, str) else {*kind.protocol}
     if names & NOT_BY_FSSPEC.keys():
