@@ -129,7 +129,7 @@ def _place_part(name: str, key: str, part: Any, beside: Any, *, shared: bool) ->
     if shared or not split_dims:
         return _shard(part, beside, _replicate(beside), tuple(part.shape))
     own, shape = tuple(beside._local_tensor.shape), tuple(beside.shape)
-    if part.dim() < len(shape) and split_dims != {0}:
+    if part.dim() == 0 or (part.dim() < len(shape) and split_dims != {0}):
         raise ShardingError(
             f"{shown(name)}: {key} cannot be sharded as the parameter is; restore after one step "
             "of the optimizer."

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
 from shardckpt import frameworks
+from shardckpt.frameworks.composites import _place_part
 
 
 def mesh(ranks):
@@ -93,8 +94,10 @@ def one_scale_each(coordinator, url):
     }
     shardckpt.restore(url, like)
     local = like["w"]._local_tensor
+    refused = attempt(lambda: _place_part("w", "scale", torch.empty(()), like["w"], shared=False))
     leave(coordinator)
     return [
+        refused,
         local.scale.item(),
         local.data_.float().mean().item(),
         torch.equal(like["r"]._local_tensor.data_, scaled(1).data_),

@@ -61,7 +61,11 @@ def test_a_part_that_is_not_sharded_as_its_tensor_is_refused_by_name(ranks, tmp_
 
 
 def test_parts_without_the_sharded_dimension_are_kept_for_each_shard(ranks, tmp_path):
-    assert ranks("one_scale_each", 2, tmp_path / "c") == [[5.0, 5.0, True], [6.0, 6.0, True]]
+    answers = ranks("one_scale_each", 2, tmp_path / "c")
+    assert [answer[1:] for answer in answers] == [[5.0, 5.0, True], [6.0, 6.0, True]]
+    for refused, *_ in answers:
+        assert refused[0] == "ShardingError"
+        assert "'w': scale cannot be sharded as the parameter is" in refused[1]
 
 
 def test_parts_with_one_element_per_shard_are_restored_for_the_same_shards_and_refused_for_others(
