@@ -163,9 +163,9 @@ def _with_shape(
 
 
 def _split_dims(leaf: Any) -> set[int]:
-    from torch.distributed.tensor import Shard
+    from shardckpt.frameworks.dtensor_layout import SHARDED
 
-    return {placement.dim for placement in leaf.placements if isinstance(placement, Shard)}
+    return {placement.dim for placement in leaf.placements if isinstance(placement, SHARDED)}
 
 
 def _replicate(leaf: Any) -> list[Any]:
@@ -276,6 +276,7 @@ def _wrap(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
     from torch.distributed.tensor import Shard
 
     from shardckpt.frameworks.dtensor import local_shape
+    from shardckpt.frameworks.dtensor_layout import SHARDED
 
     inner = _inner(name, part)
     if inner is not None:
@@ -289,11 +290,12 @@ def _wrap(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
     local, shape = tuple(leaf._local_tensor.shape), tuple(leaf.shape)
     if part.dim() == 0 or (part.dim() < len(shape) and split_dims != {0}):
         placements = [
-            Shard(0) if isinstance(placement, Shard) else placement for placement in leaf.placements
+            Shard(0) if isinstance(placement, SHARDED) else placement
+            for placement in leaf.placements
         ]
         shards = 1
         for placement, size in zip(leaf.placements, leaf.device_mesh.shape, strict=True):
-            shards *= size if isinstance(placement, Shard) else 1
+            shards *= size if isinstance(placement, SHARDED) else 1
         return _shard(part.unsqueeze(0), leaf, placements, (shards, *part.shape))
     whole = [*part.shape]
     for dim in split_dims:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+SHARDED = (Shard, _StridedShard)
+"""Placements that shard a dimension; in newer versions of torch the latter is not a `Shard`."""
+
+
 @lru_cache(maxsize=256)
 def from_device_mesh(mesh: DeviceMesh) -> Mesh:
     """The mesh of ranks, with torch's dimension names, or dim0, dim1, … if it has none."""
@@ -56,7 +60,7 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
             )
         if type(placement) is Replicate:
             converted.append(Placement())
-        elif type(placement) in (Shard, _StridedShard):
+        elif type(placement) in SHARDED:
             _check_ascending(mesh, name)
             if placement.dim < -ndim:
                 raise ShardingError(
