@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -406,8 +407,8 @@ class Target:
         """Normalize shape and dtype."""
         if self.shape is not None:
             try:
-                shape = tuple(int(n) for n in self.shape)
-            except (TypeError, ValueError):
+                shape = tuple(map(index, self.shape))
+            except TypeError:
                 shape = (-1,)
             if any(n < 0 for n in shape):
                 raise OptionError(

@@ -213,6 +213,13 @@ def test_a_target_says_shape_and_dtype_instead_of_the_stored_ones():
     assert (sink.shape, sink.dtype.name) == ((4,), "float16")
 
 
+@pytest.mark.parametrize("shape", [(2.7, 3), (2, "3"), "23", (-1,), 4])
+def test_a_target_of_sizes_that_are_not_whole_numbers_is_refused(shape):
+    with pytest.raises(OptionError, match=r"Target\(shape=.*give a tuple of sizes"):
+        Target(shape=shape)
+    assert Target(shape=(np.int64(2), 3)).shape == (2, 3)
+
+
 def test_a_target_of_a_shape_that_no_array_has_is_refused_by_name():
     with pytest.raises(LeafError, match="'w': no array of the shape"):
         frameworks.target("w", Target(shape=(1 << 62,)), (2, 3), F32)
