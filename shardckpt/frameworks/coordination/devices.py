@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,7 @@ from shardckpt.errors import OptionError
 from shardckpt.layout.world import DeviceOwners, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
+    from collections.abc import Sequence
 
 _FRAMEWORKS = ("jax", "torch_xla")
 
@@ -53,12 +53,20 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
     Raises:
         OptionError: a framework without device ids, or an invalid device id.
     """
-    checked = {}
-    for framework, given in ({} if devices is None else devices).items():
+    checked: dict[str, list[int]] = {}
+    if devices is None:
+        return checked
+    if not isinstance(devices, Mapping):
+        raise OptionError(f"devices={devices!r}: give a dict of framework → device ids.")
+    for framework, given in devices.items():
         if framework not in _FRAMEWORKS:
             raise OptionError(
                 f"devices= names the framework {framework!r}; it is one of "
                 f"{', '.join(_FRAMEWORKS)}."
+            )
+        if not isinstance(given, Iterable):
+            raise OptionError(
+                f"devices= gives {given!r} for {framework}; give a list of device ids."
             )
         ids = list(given)
         wrong = [

@@ -60,6 +60,8 @@ def test_what_is_told_comes_in_order_and_once():
         ({"jax": [0, -1]}, "gives -1 for jax"),
         ({"jax": [True]}, "gives True"),
         ({"torch_xla": ["xla:0"]}, "gives 'xla:0' for torch_xla"),
+        ({"jax": 3}, "gives 3 for jax; give a list of device ids"),
+        ([0, 1], r"devices=\[0, 1\]: give a dict of framework → device ids"),
     ],
 )
 def test_what_is_no_device_is_refused(devices, message):
