@@ -158,7 +158,7 @@ class Preset:
                     f"{self.origin}: the role {role} needs an axis "
                     f"{' or '.join(map(repr, options))}, but the mesh has "
                     f"{', '.join(names) or 'none'}{meant}; name the axis, as in "
-                    f"{role}={names[0]}, or leave the role out."
+                    f"{role}={(*names, 'x')[0]}, or leave the role out."
                 )
             if axis is not None:
                 chosen[role] = axis

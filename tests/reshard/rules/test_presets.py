@@ -10,7 +10,7 @@ import forks
 import pytest
 from paths import CHILDREN
 
-from shardckpt import PartitionSpec, Rules
+from shardckpt import Mesh, PartitionSpec, Rules
 from shardckpt.errors import OptionError, ShardingError
 from shardckpt.reshard.rules import parse_mesh
 from shardckpt.reshard.rules.hf_config import MODEL_TYPES
@@ -267,6 +267,8 @@ def test_the_mesh_decides_which_axis_plays_a_role():
         r"llama/fsdp=data",
     ):
         spec("llama", "data=2")
+    with pytest.raises(ShardingError, match="but the mesh has none; name the axis, as in fsdp=x"):
+        Rules.preset("llama/fsdp").decide(q, (64, 64), Mesh((), ()))
     assert spec("llama/fsdp=x+tp=y", "x=2,y=4") == PartitionSpec("y", "x")
     assert spec("llama/fsdp=x+tp=x", "x=2") == PartitionSpec("x", None)
 
