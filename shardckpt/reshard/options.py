@@ -258,6 +258,8 @@ class ReshardOptions(Options):
             )
         selector(self.only)
         check_dtypes(self.dtype)
+        if isinstance(self.dtype, Mapping):  # not every mapping can be pickled
+            object.__setattr__(self, "dtype", dict(self.dtype))
         worker: Any = self.worker
         pair = (
             isinstance(worker, tuple) and len(worker) == 2 and all(type(n) is int for n in worker)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from typer.testing import CliRunner
 import shardckpt
 from shardckpt import errors
 from shardckpt.cli.app import app
+from shardckpt.convert.options import ImportOptions
 from shardckpt.reshard.optimizer_state import optimizer_state
+from shardckpt.reshard.options import ReshardOptions
 from shardckpt.state import flatten
 from tests.support.composites import Scaled
 
@@ -163,6 +167,12 @@ def test_the_command_and_its_plan_say_what_is_converted_and_what_is_left(source,
             ).conversions
         ]
     )
+
+
+def test_any_mapping_of_dtypes_goes_to_worker_processes():
+    for options in ReshardOptions, ImportOptions:
+        dtype = pickle.loads(pickle.dumps(options(dtype=MappingProxyType({"a": "bf16"})))).dtype
+        assert dtype == {"a": "bf16"}
 
 
 @pytest.mark.parametrize(
