@@ -74,7 +74,7 @@ class JaxInterconnect:
                 "job again."
             ) from e
         for shard in replicated.addressable_shards:  # one after another: each is a copy on the host
-            row, held = own.index(shard.device), np.asarray(shard.data)
+            row, held = own.index(shard.device), jax.device_get(shard.data)
             for m, (member, part) in enumerate(zip(members, parts, strict=True)):
                 if member != process:
                     into = part[row * length : (row + 1) * length]
