@@ -98,7 +98,9 @@ def free_kept() -> None:
 
 
 def _open(job: Job) -> OpenJob:
-    if getattr(_here, "job", None) != job:
+    kept: Job | None = getattr(_here, "job", None)
+    # Rules of many tensors take long to compare, and the call identifies its job.
+    if kept is None or (kept.call != job.call if job.call else kept != job):
         free_kept()
         keep_open(job, OpenJob(job))
     opened: OpenJob = _here.opened

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -305,6 +306,20 @@ def test_collecting_leaves_a_job_alone_until_nothing_is_written_any_more(source,
     )
     assert (again.committed, again.done_before) == (True, 0)
     assert again.attempt != report.attempt, "what was collected can never be published"
+
+
+def test_a_worker_compares_the_call_of_a_task_and_not_all_its_options(source, tmp_path):
+    class Uncomparable(ReshardOptions):
+        def __eq__(self, other):
+            raise AssertionError("compared")
+
+        __hash__ = None
+
+    options = Uncomparable(rules=Rules.parse("*=(None,x)", mesh=MESH), task_bytes="256KiB")
+    job = Job(str(source), str(tmp_path / "b"), options, call="first")
+    assert not run_task(job, 0).done_before
+    assert run_task(replace(job, options=replace(options)), 0).done_before
+    assert run_task(replace(job, call="second"), 0).done_before
 
 
 def test_a_run_that_fails_leaves_nothing_of_its_own(source, tmp_path):
