@@ -264,7 +264,7 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
         return
     from shardckpt.frameworks.torch_kinds import memory_key
 
-    seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
+    seen: dict[Hashable, tuple[str, Source]] = {}
     for name, source in sources.items():
         # A source for a CUDA device is about another one.
         described: Any = getattr(source, "of", source)
@@ -274,17 +274,20 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
         memory = memory_key(tensor)
         if memory is None:
             continue
-        boxes = source.boxes
-        claim = name, source.shape, ", ".join(str(boxes[i]) for i in range(len(boxes)))
-        other = seen.setdefault(memory, claim)
-        if other[1:] != claim[1:]:
+        first, other = seen.setdefault(memory, (name, source))
+        if other is not source and (claim := _claim(source)) != (others := _claim(other)):
             raise LeafError(
-                f"{shown(name)} and {shown(other[0])} are over the same memory, and claim to be "
-                f"different parts: {claim[2]} of shape {claim[1]}, and {other[2]} of shape "
-                f"{other[1]}. A local shard is not the whole tensor: pass the same DTensor under "
-                "both names, or make the second one with the placements and the shape that are "
-                "true (DTensor.from_local checks neither)."
+                f"{shown(name)} and {shown(first)} are over the same memory, and claim to be "
+                f"different parts: {claim}, and {others}. A local shard is not the whole tensor: "
+                "pass the same DTensor under both names, or make the second one with the "
+                "placements and the shape that are true (DTensor.from_local checks neither)."
             )
+
+
+def _claim(source: Source) -> str:
+    """The part of a tensor that a source claims to have."""
+    boxes = ", ".join(str(source.boxes[i]) for i in range(len(source.boxes)))
+    return f"{boxes} of shape {source.shape}"
 
 
 def fetch(
@@ -408,12 +411,7 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
             imported.
         ShardingError: a sharding does not fit the tensor or this process's devices.
     """
-    known = _BY_CLASS.get(type(leaf))
-    adapter = (
-        known[2]
-        if known is not None and known[1](leaf)
-        else _module(_require_framework(name, leaf, "restored"))
-    )
+    adapter = _adapter(leaf) or _module(_require_framework(name, leaf, "restored"))
     return adapter.target(name, leaf, shape, dtype)
 
 
