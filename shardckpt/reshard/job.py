@@ -36,6 +36,7 @@ from shardckpt.errors import (
     StorageError,
 )
 from shardckpt.format.record import CheckpointRecord, Contents, host_record_key
+from shardckpt.frameworks.base import whole
 from shardckpt.io.status import exists, is_directory, is_link
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -156,12 +157,14 @@ class OpenJob:
         if self.reuse and record.small_table is not None:
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
-            tensors = record.structure.tensors
-            small = {
-                name: self.checkpoint.read(name).tobytes()
-                for name in tensors
-                if tensors[name].pieces[0].path in written
-            }
+            requests = [
+                Request.of(t, whole(t.shape), [np.empty(t.shape, t.dtype.storage)])
+                for t in record.structure.tensors.values()
+                if t.pieces[0].path in written
+            ]
+            with self.checkpoint.reading():
+                self.checkpoint.reader.read(requests)
+            small = {request.name: request.buffers[0].tobytes() for request in requests}
         by_processes = bool(self.plan.values) or record.processes < len(self.plan.tasks)
         saved_by = record.saved_by if self.reuse else record.processes if by_processes else None
         return Contents(self.plan.target, small, record.metadata, processes=saved_by)

@@ -14,6 +14,8 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
 from shardckpt.format.table import Table
 from shardckpt.io.store import Store
 from shardckpt.reshard import reuse
+from shardckpt.reshard.job import Job, OpenJob
+from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.reuse import reuse_lanes
 
 ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
@@ -123,6 +125,18 @@ def test_a_save_of_many_hosts_is_taken_over_host_by_host_and_goes_on_where_it_wa
         assert made.read(name).tobytes() == source.read(name).tobytes()
     for process in range(4):
         assert made.process_values(process) == source.process_values(process)
+
+
+def test_all_small_tensors_of_a_save_that_is_taken_over_are_read_at_once(tmp_path):
+    with Processes("many_hosts") as job:
+        job.run("save_without_committing", 4, tmp_path / "a")
+    shardckpt.commit(tmp_path / "a")
+    opened = OpenJob(Job(str(tmp_path / "a"), str(tmp_path / "b"), ReshardOptions(), alone=True))
+    small = opened.contents.small
+    assert len(small) == 2
+    assert opened.checkpoint.stats.reads == 1
+    source = shardckpt.open(tmp_path / "a")
+    assert {name: source.read(name).tobytes() for name in small} == dict(small)
 
 
 def test_values_of_processes_outlive_a_reshard_that_has_other_tasks_than_they_were(tmp_path):
