@@ -111,8 +111,10 @@ class _Kind:
     """(groups,) bytes"""
     unpacked: Ints
     """(groups,) bytes of the elements of all chunks that a host reads"""
+    spread: Ints
+    """(groups,) the row of `readers` for the group."""
     readers: NDArray[np.float64]
-    """(groups, bins of readers) number of hosts of each group in each bin."""
+    """(distinct rows, bins of readers) number of hosts of a group in each bin."""
 
 
 def forecast_restore(
@@ -180,7 +182,10 @@ def _kind(tensor: TensorRecord, layout: StoredLayout | None, hosts: Hosts, bins:
         [prod(p.chunks) * itemsize for p in tensor.pieces], [p.num_chunks for p in tensor.pieces]
     )
     unpacked = np.bincount(reads.group, size[reads.chunk], held.groups).astype(np.int64)
-    return _Kind(held, reads, held.elements() * itemsize, unpacked, readers)
+    # Many groups of one host each have few rows: one per bin.
+    distinct, spread = np.unique(readers, axis=0, return_inverse=True)
+    needed = held.elements() * itemsize
+    return _Kind(held, reads, needed, unpacked, spread.reshape(-1), distinct)
 
 
 def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]]:
@@ -188,15 +193,12 @@ def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]
     groups, pairs = kind.held.groups, kind.reads
     length = chunks.length[pairs.chunk]
     per_group = np.bincount(pairs.group, length, groups).astype(np.int64)
-    rows = len(chunks.shares)
-    if rows * groups > MOST_CELLS:  # the matrix would have many more cells than there are pairs
-        between = (chunks.shares[chunks.writer[pairs.chunk]] * length[:, None]).T @ kind.readers[
-            pairs.group
-        ]
-        return per_group, between
-    by_row = np.bincount(
-        chunks.writer[pairs.chunk] * groups + pairs.group, length, rows * groups
-    ).reshape(rows, groups)
+    writer, reader = chunks.writer[pairs.chunk], kind.spread[pairs.group]
+    rows, columns = len(chunks.shares), len(kind.readers)
+    if rows * columns > MOST_CELLS:  # the matrix would have many more cells than there are pairs
+        return per_group, (chunks.shares[writer] * length[:, None]).T @ kind.readers[reader]
+    cells = np.bincount(writer * columns + reader, length, rows * columns)
+    by_row = cells.reshape(rows, columns)
     return per_group, chunks.shares.T @ (by_row @ kind.readers)
 
 
