@@ -218,8 +218,10 @@ def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _
     local = leaf._local_tensor
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     check_kind(name, local)
-    wide = leaf.device_mesh if wide is None else wide
-    held = _held_of(name, wide, over(wide, leaf.device_mesh, leaf.placements), tuple(leaf.shape))
+    mesh, placements = leaf.device_mesh, leaf.placements
+    if wide is not None and wide is not mesh:
+        mesh, placements = wide, over(wide, mesh, placements)
+    held = _held_of(name, mesh, placements, tuple(leaf.shape))
     if (
         held.local_shape is not None
         and tuple(local.shape) != held.local_shape
@@ -300,8 +302,9 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """
     by_name: dict[str, Source] = {}
     wide = widest_meshes(leaf.device_mesh for leaf in leaves.values())
+    if leaves:
+        _check_world(next(iter(leaves)), world)
     for name, leaf in leaves.items():
-        _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
         source = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
         by_name[name] = (
