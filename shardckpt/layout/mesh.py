@@ -87,7 +87,7 @@ class Mesh:
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "device_ids", ids)
         # Pickles carry the hash, and each process hashes text and bytes differently.
-        sums = crc32("\0".join(names).encode()), crc32(ids)
+        sums = crc32("\0".join(names).encode()), crc32(ids.tobytes())
         object.__setattr__(self, "_hash", hash((checked_shape, sums)))
 
     @property

@@ -219,7 +219,7 @@ class TileAssignment:
     def __hash__(self) -> int:
         if self._hash is None:
             # Pickles carry the hash, and each process hashes bytes differently.
-            object.__setattr__(self, "_hash", hash((self.dims, crc32(self.devices))))
+            object.__setattr__(self, "_hash", hash((self.dims, crc32(self.devices.tobytes()))))
         assert self._hash is not None
         return self._hash
 
