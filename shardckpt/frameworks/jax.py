@@ -330,11 +330,6 @@ class _JaxSink(PlainSink):
         return [self.shards.tile] * len(self.boxes)
 
     @property
-    def placing_bytes(self) -> int:
-        """0: a device that is the host copies directly out of the aligned buffer."""
-        return 0
-
-    @property
     def word_dims(self) -> int:
         """Number of the last dimensions that are not the array's own, but of its keys' words."""
         return 0 if self.keys is None else len(key_shape(self.keys))
