@@ -327,7 +327,8 @@ def restoring(
         cast: see `restore`.
         coordinator: see `restore`.
     """
-    selects = None if only is None else selector(only)
+    picks = selector(only) if adaptation is None else adaptation.selects
+    selects = None if only is None else picks
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
     if adaptation is not None and not isinstance(like, StateOwner) and not adaptation.places:
         tree = tree if like is None else _own_tree(checkpoint, tree, only, coordinator)
@@ -336,15 +337,14 @@ def restoring(
         return (yield from complete(checkpoint, tree, record, selects, adaptation))
     tree = _own_tree(checkpoint, tree, only, coordinator)
     if isinstance(like, StateOwner):
-        selects = selector(only)
-        tree = like.arranged(tree, selects, adaptation)
+        tree = like.arranged(tree, picks, adaptation)
         if adaptation is not None:
             adaptation.settle(tree, only, each=strict is not False)
         into = [
             like.like(
                 tree,
                 record,
-                selects,
+                picks,
                 lambda: (coordinator or Coordinator.current()).world,
                 adaptation,
             )

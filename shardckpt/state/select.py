@@ -119,7 +119,13 @@ def unused_patterns(
 
 
 def check_selection(
-    only: Only | None, tree: Tree, where: str, *, option: str = "only", each: bool = True
+    only: Only | None,
+    tree: Tree,
+    where: str,
+    *,
+    option: str = "only",
+    each: bool = True,
+    title: Callable[[str], str] = str,
 ) -> None:
     """Refuse patterns that select nothing of a state: they are probably misspelt.
 
@@ -129,12 +135,13 @@ def check_selection(
         where: its place, for the message.
         option: the name of the option, for the message.
         each: whether every pattern must select a leaf or an empty container, or only one of them.
+        title: the name to select a leaf by.
 
     Raises:
         NamesMismatchError: patterns select nothing.
     """
     nodes = list(ends(parse(tree)))
-    names = [end.name for end in nodes]
+    names = [title(end.name) for end in nodes]
     wrong = unused_patterns(only, names, [end.name for end in nodes if isinstance(end, Branch)])
     if wrong is not None and (each or wrong is only):
         raise NamesMismatchError(

@@ -335,6 +335,33 @@ def test_a_tensor_that_a_mapping_makes_may_have_the_name_of_a_stored_one(tmp_pat
     assert shardckpt.restore(tmp_path / "c", mapping=tmp_path / "m.toml")["a"].tolist() == [1, 1, 0]
 
 
+@pytest.mark.parametrize("only", ["**.weight", ["**a.weight", "**n.weight"]])
+def test_only_selects_a_made_tensor_by_its_place(tmp_path, only):
+    rule = '[[map]]\nfrom = "a.weight"\nto = "a.weight"\ntranspose = true'
+    (tmp_path / "m.toml").write_text(rule)
+    options = {"mapping": tmp_path / "m.toml", "only": only}
+    stored = np.arange(6.0).reshape(2, 3)
+    state = {"a.weight": stored, "n.weight": np.ones(2), "a.bias": np.ones(2)}
+    shardckpt.save(tmp_path / "c", state)
+    like = {"a.weight": np.zeros((3, 2)), "n.weight": np.zeros(2), "a.bias": np.zeros(2)}
+    shardckpt.restore(tmp_path / "c", like, **options)
+    assert np.array_equal(like["a.weight"], stored.T)
+    assert (like["n.weight"].tolist(), like["a.bias"].tolist()) == ([1, 1], [0, 0])
+    alone = shardckpt.restore(tmp_path / "c", **options)
+    assert alone.keys() == {"a.weight", "n.weight"}
+
+
+def test_only_selects_a_made_tensor_of_a_module_by_its_place(tmp_path):
+    rule = '[[map]]\nfrom = "a.weight"\nto = "a.weight"\ntranspose = true'
+    (tmp_path / "m.toml").write_text(rule)
+    stored = np.arange(6, dtype=np.float32).reshape(2, 3)
+    shardckpt.save(tmp_path / "c", {"model": {"a.weight": stored}, "step": 3})
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False)})
+    state = shardckpt.train_state(model=model, rng=False)
+    shardckpt.restore(tmp_path / "c", state, mapping=tmp_path / "m.toml", only="model/*.weight")
+    assert np.array_equal(model["a"].weight.detach(), stored.T)
+
+
 MANY_NAMED_W = """
 [[map]]
 from = ["w", "x"]

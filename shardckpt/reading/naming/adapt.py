@@ -280,8 +280,12 @@ class Adaptation:
         return name
 
     def title(self, name: str) -> str:
-        """The name of a leaf in messages: the place of a made one, and otherwise its name."""
+        """The name of a leaf for users: the place of a made one, and otherwise its name."""
         return self._titles.get(name, name)
+
+    def selects(self, name: str) -> bool:
+        """Whether a leaf is restored; `only` selects it by its title."""
+        return self._selects(self.title(name))
 
     def renamed(self, place: str) -> str:
         """The new place of anything in the stored state, whether or not the state has it."""
@@ -304,7 +308,8 @@ class Adaptation:
             NamesMismatchError: patterns of `only` select nothing.
         """
         if only is not None:
-            check_selection(only, tree, str(self._checkpoint.location), each=each)
+            where = str(self._checkpoint.location)
+            check_selection(only, tree, where, each=each, title=self.title)
         known: set[str] = set()
         for place, end in ends_by_place(tree).items():
             self._note_place(place, end.node)
