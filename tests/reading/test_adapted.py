@@ -362,6 +362,24 @@ def test_only_selects_a_made_tensor_of_a_module_by_its_place(tmp_path):
     assert np.array_equal(model["a"].weight.detach(), stored.T)
 
 
+@pytest.mark.parametrize("keys", [["actor", "critic"], ["critic", "actor"]])
+def test_a_rule_must_match_in_one_of_several_modules(tmp_path, keys):
+    def state(**actor):
+        modules = {"actor": torch.nn.ModuleDict(actor), "critic": torch.nn.Linear(2, 3)}
+        return shardckpt.train_state(**{key: modules[key] for key in keys}, rng=False)
+
+    rule = '[[map]]\nfrom = ["{}.weight", "k.weight"]\nto = "qk.weight"\n'
+    before = {name: torch.nn.Linear(2, 2, bias=False) for name in "qk"}
+    shardckpt.save(tmp_path / "c", state(**before))
+    after = torch.nn.Linear(2, 4, bias=False)
+    (tmp_path / "m.toml").write_text(rule.format("q"))
+    shardckpt.restore(tmp_path / "c", state(qk=after), mapping=tmp_path / "m.toml")
+    assert torch.equal(after.weight, torch.cat([before[name].weight for name in "qk"]))
+    (tmp_path / "m.toml").write_text(rule.format("p").replace("k.", "r."))
+    with pytest.raises(errors.OptionError, match=r"rule 1 .* matches no tensor"):
+        shardckpt.restore(tmp_path / "c", state(qk=after), mapping=tmp_path / "m.toml")
+
+
 MANY_NAMED_W = """
 [[map]]
 from = ["w", "x"]

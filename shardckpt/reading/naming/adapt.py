@@ -26,7 +26,7 @@ from shardckpt.frameworks.base import whole
 from shardckpt.options import check_flag
 from shardckpt.plan.views import View
 from shardckpt.reading.locate import Request
-from shardckpt.reading.naming.mapping import TensorMapping
+from shardckpt.reading.naming.mapping import TensorMapping, refuse_unused
 from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.reading.naming.renaming import rename as renamed_by
 from shardckpt.reading.naming.substitution import parse_substitutions
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.mapping_rule import MappingRule
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
 
@@ -175,19 +176,9 @@ class Adaptation:
             if place not in own or place in self.moved
         }
         if self._mapping.rules:
-            prefixes = (
-                [""]
-                if modules is None
-                else [
-                    f"{key}/"
-                    for key in modules
-                    if any(place.startswith(f"{key}/") for place in present)
-                ]
+            present = (
+                self._map(present, "") if modules is None else self._map_modules(present, modules)
             )
-            for number, prefix in enumerate(prefixes):
-                present = self._map(
-                    present, prefix, self._mapping if number == 0 else self._mapping.optional()
-                )
         return moved_tree(tree, present.items())
 
     def _give_way(self, ends: Mapping[str, End], moved: Mapping[str, str]) -> dict[str, str]:
@@ -208,7 +199,21 @@ class Adaptation:
             )
         }
 
-    def _map(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
+    def _map_modules(self, present: dict[str, End], modules: Sequence[str]) -> dict[str, End]:
+        """The contents of the state after the mapping in each module; a rule must match in one."""
+        prefixes = tuple(f"{key}/" for key in modules)
+        names = [place.partition("/")[2] for place in present if place.startswith(prefixes)]
+        applied: set[MappingRule] = set()
+        for prefix in prefixes:
+            present = self._map(present, prefix, applied)
+        for rule in self._mapping.rules:
+            if names and not rule.optional and rule not in applied:
+                refuse_unused(rule, names)
+        return present
+
+    def _map(
+        self, present: dict[str, End], prefix: str, applied: set[MappingRule] | None = None
+    ) -> dict[str, End]:
         """The contents of the state after the mapping of the names with a prefix."""
         inside = {
             place.removeprefix(prefix): self._checkpoint.tensor(end.node.stored)
@@ -218,7 +223,7 @@ class Adaptation:
         first = {record.name: prefix + name for name, record in reversed(inside.items())}
         outputs: dict[str, End] = {}
         moves: dict[str, str] = {}
-        for output in mapping.outputs(inside):
+        for output in self._mapping.outputs(inside, applied=applied):
             place, sources = prefix + output.name, [view.tensor for view in output.sources]
             own = output.name in inside and (not sources or inside[output.name].name in sources)
             before = place if own else first.get(sources[0], "") if sources else ""

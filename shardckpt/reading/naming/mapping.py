@@ -21,7 +21,7 @@ from shardckpt.state.names import did_you_mean, shown
 from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import NoReturn
 
     from shardckpt.format.structure import TensorRecord
@@ -48,7 +48,10 @@ class TensorMapping:
         return TensorMapping(tuple(replace(rule, optional=True) for rule in self.rules))
 
     def outputs(
-        self, tensors: Mapping[str, TensorRecord], tied: Mapping[str, str] = MappingProxyType({})
+        self,
+        tensors: Mapping[str, TensorRecord],
+        tied: Mapping[str, str] = MappingProxyType({}),
+        applied: set[MappingRule] | None = None,
     ) -> tuple[OutputTensor, ...]:
         """The outputs of the tensors, each at the position of its first tensor.
 
@@ -57,6 +60,7 @@ class TensorMapping:
                 records.
             tied: names that are left out because they are tied → the name that is kept, for
                 messages.
+            applied: receives the rules that match something; with it, no rule must.
 
         Raises:
             OptionError: a rule matches nothing, so it is probably misspelt.
@@ -67,10 +71,12 @@ class TensorMapping:
         left = dict(tensors)
         made: dict[str, list[OutputTensor]] = {}
         for rule in self.rules:
-            applied = list(_merge_all(rule, left, tied) if rule.merges else _split_all(rule, left))
-            if not applied and not rule.optional:
-                _refuse_unused(rule, tensors, tied)
-            for used, outputs in applied:
+            uses = list(_merge_all(rule, left, tied) if rule.merges else _split_all(rule, left))
+            if applied is not None:
+                applied.update([rule] if uses else [])
+            elif not uses and not rule.optional:
+                refuse_unused(rule, tensors, tied)
+            for used, outputs in uses:
                 made[used[0]] = outputs
                 for name in used:
                     left.pop(name, None)
@@ -115,15 +121,16 @@ def _merge_all(
         )
 
 
-def _refuse_unused(
-    rule: MappingRule, tensors: Mapping[str, TensorRecord], tied: Mapping[str, str]
+def refuse_unused(
+    rule: MappingRule, names: Iterable[str], tied: Mapping[str, str] = MappingProxyType({})
 ) -> NoReturn:
+    """Refuse a rule that matches none of the names; `tied` as in `TensorMapping.outputs`."""
     patterns = rule.parts if rule.merges else (rule.whole,)
     for name in tied:
         if any(pattern.match(name) is not None for pattern in patterns):
             raise OptionError(Message(f"{rule}: ", _tell_tied(name, tied)))
     raise OptionError(
-        f"{rule}: it matches no tensor{did_you_mean(str(patterns[0]), tensors)}; correct it, or "
+        f"{rule}: it matches no tensor{did_you_mean(str(patterns[0]), names)}; correct it, or "
         "say optional = true."
     )
 
