@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 from bisect import bisect_left, bisect_right
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,6 +77,13 @@ class ModelView:
             name: len(data) for name, data in self._model.small.items()
         }
         """Name → bytes of each file, weights first."""
+
+    @cached_property
+    def identity(self) -> str:
+        """Hexadecimal digest, which is equal only for equal bytes of the files.
+
+        It covers the attempt, the headers, the small files, and which elements make the tensors.
+        """
         digest = hashlib.sha256(json.dumps([self.checkpoint.record.attempt]).encode())
         small = self._model.small
         for name, size in self.sizes.items():
@@ -84,9 +91,9 @@ class ModelView:
                 f"{name} {size} ".encode()
                 + (small[name] if name in small else self._model.weights[name].header)
             )
-        self.identity = digest.hexdigest()
-        """Hexadecimal digest of the attempt, the headers and the small files: equal only for equal
-        bytes of the files."""
+        for stored, output in zip(self.unchanged, self._outputs, strict=True):
+            digest.update(repr(output.sources if stored is None else stored).encode())
+        return digest.hexdigest()
 
     @property
     def weights(self) -> list[str]:

@@ -270,3 +270,24 @@ def test_safe_open_refuses_elements_that_jax_would_make_shorter(tmp_path, elemen
             f.get_tensor("a")
         with jax.enable_x64(True):
             assert np.asarray(f.get_tensor("a")).tobytes() == elements.tobytes()
+
+
+def test_views_of_other_elements_have_another_identity(tmp_path):
+    saved(tmp_path / "c", {"a": random((4, 4)), "b": random((4, 4), seed=1)})
+    rules = {
+        "transposed": 'from = "a"\nto = "a"\ntranspose = true',
+        "rotary": 'from = "a"\nto = "a"\nrotary = {heads = 1, to = "pairs"}',
+    }
+    for name, rule in rules.items():
+        (tmp_path / f"{name}.toml").write_text(f"[[map]]\n{rule}")
+    options = [
+        {},
+        *({"mapping": tmp_path / f"{name}.toml"} for name in rules),
+        {"rename": ["s/^a$/c/", "s/^b$/a/", "s/^c$/b/"]},
+    ]
+    views = [ModelView(tmp_path / "c", **one) for one in options]
+    assert len({view.open().readall() for view in views}) == len(views)
+    assert len({view.identity for view in views}) == len(views)
+    assert [ModelView(tmp_path / "c", **one).identity for one in options] == [
+        view.identity for view in views
+    ]
