@@ -10,8 +10,9 @@ An operation that is neither a view nor such a copy gets the elements, which are
 its result is the same as with a real tensor. These reads are counted (`Recorder.read_at_once`).
 Before an operation of torch uses a parameter with a noted copy, the copy is made; readers that
 torch does not dispatch, such as `numpy()`, `pickle` and some kernels, would see the parameter
-without it. If a model changes a placeholder in place, its function is called again, with tensors,
-and reads all of them.
+without it, and so would another thread. As soon as another thread copies a placeholder, all copies
+are made at once. If a model changes a placeholder in place, its function is called again, with
+tensors, and reads all of them.
 """
 
 from __future__ import annotations
@@ -213,10 +214,7 @@ class _Part:
 
 
 class Recorder:
-    """Gives placeholders of a model's tensors, and fills what was copied of them.
-
-    For one thread.
-    """
+    """Gives placeholders of a model's tensors, and fills what was copied of them."""
 
     def __init__(
         self,
@@ -243,6 +241,8 @@ class Recorder:
         self._thread: int | None = threading.get_ident()
         """The thread in which copies are noted; in others, and after `run`, they are made at
         once."""
+        self._lock = threading.RLock()
+        """Held while copies are noted, or noted ones are made."""
         self._noted: list[tuple[torch.Tensor, _Part]] = []
         self._touched: set[int] = set()
         """Addresses of the storages into which copies are noted."""
@@ -299,15 +299,23 @@ class Recorder:
         """Note a copy, which `fill` makes."""
         # Raises an error for shapes that do not fit.
         into.new_empty(into.shape, device="meta").copy_(source.place)
+        if not source.numel():
+            return
+        self.count(into)
         if self._thread != threading.get_ident():
+            with self._lock:
+                self._copy_at_once = True
+                self.fill()
             into.copy_(self.read(source, "aten.copy_"))
-        elif source.numel():
-            part = _Part.of(source, self._arrays[source.number].shape)
-            self.boxes.add((part.number, part.box))
-            self.count(into)
-            if into.device.type != "meta" and self._copy_at_once:
+            return
+        part = _Part.of(source, self._arrays[source.number].shape)
+        self.boxes.add((part.number, part.box))
+        if into.device.type == "meta":
+            return
+        with self._lock:
+            if self._copy_at_once:
                 self._fill([(into.detach(), part)])
-            elif into.device.type != "meta":
+            else:
                 # An alias, because the program may give the tensor other memory.
                 self._noted.append((into.detach(), part))
                 self._touched.add(storage_address(into))
@@ -350,9 +358,14 @@ class Recorder:
             if before.get(name) == address and not self._written[address]
         ]
 
-    def is_noted(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy into the tensor's memory is noted: its elements are not there yet."""
-        if not self._touched or tensor.device.type == "meta" or tensor.layout != torch.strided:
+    def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the noted copies if any is into the memory of one of these tensors."""
+        with self._lock:
+            if self._touched and any(map(self._is_noted, tensors)):
+                self.fill()
+
+    def _is_noted(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() in self._touched
 
@@ -471,8 +484,7 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if not _is_view(func) and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
-            if any(map(self._recorder.is_noted, _with_memory((args, kwargs)))):
-                self._recorder.fill()
+            self._recorder.fill_before_use(_with_memory((args, kwargs)))
             for tensor in _with_memory(_written_arguments(func, args, kwargs)):
                 self._recorder.count(tensor)
         return func(*args, **kwargs)

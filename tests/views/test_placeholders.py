@@ -255,6 +255,31 @@ def test_what_a_program_does_to_tensors_without_an_operation_changes_no_copy(url
     assert torch.equal(late, state["w"][3])
 
 
+def test_copies_in_several_threads_stay_in_their_order(url):
+    place, state = url
+    recorded = Recorder(ModelView(place))
+    one, other = torch.zeros(8, 6), torch.zeros(8, 6)
+
+    def load_weights(weights):
+        w = dict(weights)["w"]
+        one.copy_(w[0])
+        thread = threading.Thread(target=lambda: other.copy_(one[2].copy_(w[1, 2])))
+        thread.start()
+        thread.join()
+        other.copy_(w[3])
+        thread = threading.Thread(target=lambda: one[4].copy_(other[4]))
+        thread.start()
+        thread.join()
+
+    before = storage_addresses([("one", one)])
+    recorded.run(load_weights)
+    assert torch.equal(one[:2], state["w"][0, :2])
+    assert torch.equal(one[2], state["w"][1, 2])
+    assert torch.equal(one[4], state["w"][3, 4])
+    assert torch.equal(other, state["w"][3])
+    assert not recorded.unwritten([("one", one)], before)
+
+
 def test_a_parameter_that_is_a_placeholder_still_is_named(url):
     place, _ = url
     recorded = Recorder(ModelView(place))
