@@ -33,7 +33,7 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.pieces import batches
-from shardckpt.views.strided import are_apart, index_at, row_major, storage_address
+from shardckpt.views.strided import are_apart, index_at, lacks_memory, row_major, storage_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -334,9 +334,7 @@ class Recorder:
         was written twice may hide another one.
         """
         return [
-            name
-            for name, one in parameters
-            if isinstance(one.data, Placeholder) or self._is_filled_in_part(one)
+            name for name, one in parameters if _is_placeholder(one) or self._is_filled_in_part(one)
         ]
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
@@ -464,12 +462,17 @@ def _with_memory(arguments: Any) -> list[torch.Tensor]:
     ]
 
 
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a placeholder, or has become one by `tensor.data = placeholder`."""
+    return isinstance(tensor.data, Placeholder) or lacks_memory(tensor)
+
+
 def storage_addresses(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Name → `storage_address` of the parameters with elements."""
     return {
         name: storage_address(one)
         for name, one in parameters
-        if not isinstance(one.data, Placeholder) and one.layout == torch.strided and one.numel()
+        if not _is_placeholder(one) and one.layout == torch.strided and one.numel()
     }
 
 
@@ -483,8 +486,11 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        if not _is_view(func) and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
-            self._recorder.fill_before_use(_with_memory((args, kwargs)))
+        used = [] if _is_view(func) else _with_memory((args, kwargs))
+        if any(map(_is_placeholder, used)):
+            raise _ChangedInPlaceError(f"{packet} after `data =`")
+        if used and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
+            self._recorder.fill_before_use(used)
             for tensor in _with_memory(_written_arguments(func, args, kwargs)):
                 self._recorder.count(tensor)
         return func(*args, **kwargs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
 
 def storage_address(tensor: torch.Tensor) -> int:
@@ -20,6 +20,17 @@ def storage_address(tensor: torch.Tensor) -> int:
     if tensor.device.type == "meta":
         return -int(storage._cdata)  # noqa: SLF001  (torch has no other name for it)
     return int(storage.data_ptr())
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether an operation on a tensor's elements would end the process: it has none."""
+    return (
+        type(tensor).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and tensor.data_ptr() == 0
+    )
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -294,6 +294,26 @@ def test_a_parameter_that_is_a_placeholder_still_is_named(url):
         torch.from_dlpack(dict(Recorder(ModelView(place)).placeholders())["w"])
 
 
+def test_a_parameter_that_is_given_a_placeholder_as_its_data_is_named_or_filled(url):
+    place, state = url
+    module = torch.nn.Linear(512, 1024, bias=False)
+
+    def give(weights):
+        module.weight.data = dict(weights)["m"]
+
+    def use(weights):
+        give(weights)
+        module.weight.data = module.weight.data * 2
+
+    before = storage_addresses(module.named_parameters())
+    recorded = Recorder(ModelView(place))
+    recorded.run(give)
+    assert recorded.filled_in_part(module.named_parameters()) == ["weight"]
+    assert not recorded.unwritten(module.named_parameters(), before)
+    Recorder(ModelView(place)).run(use)
+    assert torch.equal(module.weight, state["m"] * 2)
+
+
 def test_a_rehearsal_on_the_meta_device_notes_the_boxes_and_reads_nothing(url):
     place, _ = url
     view = ModelView(place)
