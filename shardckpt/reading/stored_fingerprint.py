@@ -31,13 +31,14 @@ def stored_fingerprint(
         progress: called with bytes read so far, and in all.
     """
     tensors = checkpoint.record.structure.tensors
-    known = (
-        recorded_fingerprint(checkpoint.place, checkpoint.record)
-        if recorded and checkpoint.native
-        else {}
-    )
-    missing = [tensor for name, tensor in tensors.items() if name not in known]
-    checkpoint.open_bases(missing)
+    with checkpoint.reading():
+        known = (
+            recorded_fingerprint(checkpoint.place, checkpoint.record)
+            if recorded and checkpoint.native
+            else {}
+        )
+        missing = [tensor for name, tensor in tensors.items() if name not in known]
+        checkpoint.open_bases(missing)
     sums, done, total = StateSums(missing), 0, sum(tensor.nbytes for tensor in missing)
     pairs = [Pair(tensor.name, tensor, tensor) for tensor in missing]
     for batch in block_batches(pairs, DEFAULT_MEMORY_LIMIT // 2):

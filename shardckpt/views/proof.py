@@ -43,7 +43,8 @@ class ReadProof:
         """
         checkpoint = view.checkpoint
         self._where = checkpoint.location
-        self._recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
+        with checkpoint.reading():
+            self._recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
         self._tensors: dict[int, TensorRecord] = {}
         for number, name in enumerate(view.unchanged):
             if name in self._recorded:

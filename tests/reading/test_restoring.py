@@ -28,6 +28,8 @@ from shardckpt.reading import checkpoint as checkpoints
 from shardckpt.reading import restore as restoring
 from shardckpt.reading.missing import no_checkpoint
 from shardckpt.reading.restoring.filling import fill
+from shardckpt.views.model_view import ModelView
+from shardckpt.views.proof import ReadProof
 
 
 @pytest.fixture
@@ -165,6 +167,24 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
             errors.ReplacedError, match="was replaced while it was being read; open it again"
         ):
             read()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda one: one.fingerprint(),
+        lambda one: one.zarr_store(),
+        lambda one: one.stats,
+        lambda one: ReadProof(ModelView(one)),
+    ],
+)
+def test_a_checkpoint_that_is_replaced_before_its_first_read_says_so(tmp_path, read):
+    options = SaveOptions(fingerprint=True, overwrite=True)
+    shardckpt.save(tmp_path / "c", {"w": np.ones(2)}, options=options)
+    checkpoint = shardckpt.open(tmp_path / "c")
+    shardckpt.save(tmp_path / "c", {"w": np.ones(2)}, options=options)
+    with pytest.raises(errors.ReplacedError, match="was replaced while it was being read"):
+        read(checkpoint)
 
 
 def test_a_signal_handler_may_open_and_read_while_the_program_opens_a_checkpoint(tmp_path, two):
