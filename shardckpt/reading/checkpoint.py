@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from shardckpt.commit import index
+from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD
 from shardckpt.commit.table_reading import read_host_files
@@ -476,7 +477,7 @@ class Checkpoint:
 def _reopen(location: Location, attempt: str) -> Checkpoint:
     """Open an attempt after unpickling."""
     checkpoint = Checkpoint(location)
-    if checkpoint.record.attempt != attempt:
+    if not same_elements(checkpoint.record.attempt, attempt):
         raise ReplacedError(f"{location}: it was replaced after it was pickled; open it again.")
     return checkpoint
 

@@ -4,6 +4,7 @@ is killed changes nothing."""
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -377,10 +378,12 @@ def test_what_named_a_version_before_a_fold_means_it_afterwards(tmp_path):
     place = root.sub("6")
     mark_ended(root, "ann")
     before = published_attempt(place)
+    pickled = pickle.dumps(shardckpt.open(tmp_path / "6"))
     assert {one.step for one in fold(tmp_path)} == {3, 6, 9}
     after = published_attempt(place)
     assert before != after
     assert (shardckpt.restore(tmp_path / "tuned")["w"] == state_of(6)["w"]).all()
+    assert (pickle.loads(pickled).read("w") == state_of(6)["w"]).all()
     with pytest.raises(OptionError, match=r"is the base of checkpoints beside it.* 7, .* tuned;"):
         Dependants(place).check_unused(after, "deleted")
     assert users_beside(root)(6, after)
