@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from fsspec.spec import AbstractFileSystem
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import NotFoundError, UrlError
+from shardckpt.errors import NotFoundError, ShardckptError, UrlError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -42,11 +42,20 @@ _MOST_CACHED = 4
 class _Open:
     """An open checkpoint."""
 
-    view: ModelView
+    checkpoint: Checkpoint
+    planned: ModelView | ShardckptError
+    """Its files, or the error that says why it has none, as with a dtype that safetensors lacks."""
     keys: ZarrKeys
     place: Store
     token: object
     """Token of its record (`Store.change_token`), from before the record was read."""
+
+    @property
+    def view(self) -> ModelView:
+        """The files, or raise the error of their plan."""
+        if isinstance(self.planned, ShardckptError):
+            raise self.planned.with_traceback(None)
+        return self.planned
 
 
 class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -109,29 +118,31 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         path = self._strip_protocol(path)
         return self._info(path, *self._find(path, look=True))
 
-    def _info(self, path: str, view: ModelView, keys: ZarrKeys, name: str) -> dict[str, Any]:
-        if name in view.sizes:
-            return {"name": path, "type": "file", "size": view.sizes[name], "ETag": view.identity}
+    def _info(self, path: str, opened: _Open, name: str) -> dict[str, Any]:
         if name in ("", _ZARR):
             return {"name": path, "type": "directory", "size": 0}
         if name.startswith(f"{_ZARR}/"):
             key = name.removeprefix(f"{_ZARR}/")
-            if keys.children(key) is not None:
+            if opened.keys.children(key) is not None:
                 return {"name": path, "type": "directory", "size": 0}
-            size = keys.size(key)
+            with opened.checkpoint.reading():
+                size = opened.keys.size(key)
             if size is not None:
                 return {"name": path, "type": "file", "size": size}
+        elif name in opened.view.sizes:
+            view = opened.view
+            return {"name": path, "type": "file", "size": view.sizes[name], "ETag": view.identity}
         raise FileNotFoundError(path)
 
     def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
         """The files and directories directly below a path; a file itself."""
         path = self._strip_protocol(path)
-        view, keys, name = self._find(path, look=True)
+        opened, name = self._find(path, look=True)
         below: list[str] | None
         if name == "":
-            below = [*view.sizes, _ZARR]
+            below = [*opened.view.sizes, _ZARR]
         elif name == _ZARR or name.startswith(f"{_ZARR}/"):
-            below = keys.children(name[len(_ZARR) + 1 :])
+            below = opened.keys.children(name[len(_ZARR) + 1 :])
         else:
             below = None
         names = (
@@ -139,31 +150,36 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             if below is None
             else {_join(path, child): _join(name, child) for child in below}
         )
-        return [self._info(one, view, keys, names[one]) for one in names] if detail else [*names]
+        return [self._info(one, opened, names[one]) for one in names] if detail else [*names]
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_options: Any
     ) -> bytes:
         """A file's bytes, or those from `start` to `end`; negative ones count from its end."""
         path = self._strip_protocol(path)
-        is_key = _ZARR in path.split("/")
-        view, keys, name = self._find(path, look=start is None and end is None and not is_key)
-        if name in view.sizes:
-            first, last, _ = slice(start, end).indices(view.sizes[name])
-            return view.open(name).pread(first, max(0, last - first))
-        data = keys.read(name.removeprefix(f"{_ZARR}/")) if name.startswith(f"{_ZARR}/") else None
-        if data is None:
+        opened, name = self._find(path, look=False)
+        if name.startswith(f"{_ZARR}/"):
+            with opened.checkpoint.reading():
+                data = opened.keys.read(name.removeprefix(f"{_ZARR}/"))
+            if data is None:
+                raise FileNotFoundError(path)
+            return data[start:end]
+        if start is None and end is None:
+            opened, name = self._find(path, look=True)
+        view = opened.view
+        if name not in view.sizes:
             raise FileNotFoundError(path)
-        return data[start:end]
+        first, last, _ = slice(start, end).indices(view.sizes[name])
+        return view.open(name).pread(first, max(0, last - first))
 
     def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedReader | io.BytesIO:
         if mode != "rb":
             raise NotImplementedError(f"{path}: checkpoints are read-only; open it with mode 'rb'")
-        view, _, name = self._find(path, look=True)
+        opened, name = self._find(path, look=True)
         return (
-            io.BufferedReader(view.open(name), 1 << 20)
-            if name in view.sizes
-            else io.BytesIO(self.cat_file(path))
+            io.BytesIO(self.cat_file(path))
+            if name.startswith(f"{_ZARR}/") or name not in opened.view.sizes
+            else io.BufferedReader(opened.view.open(name), 1 << 20)
         )
 
     def invalidate_cache(self, path: str | None = None) -> None:
@@ -172,7 +188,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         with self._lock:
             self._opened.clear()
 
-    def _find(self, path: str, *, look: bool) -> tuple[ModelView, ZarrKeys, str]:
+    def _find(self, path: str, *, look: bool) -> tuple[_Open, str]:
         """The checkpoint of a path, and the name below it; FileNotFoundError if there is none.
 
         Args:
@@ -180,26 +196,26 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             look: whether to look for another checkpoint at the place of one that is open.
         """
         if self._one is not None:
-            return *self._checkpoint(self._one, look=look), path.lstrip("/")
+            return self._checkpoint(self._one, look=look), path.lstrip("/")
         parts = path.split("/")
         # A name below `zarr` may itself be `zarr`.
         cuts = [i for i, part in enumerate(parts) if part == _ZARR]
         for cut in (*cuts, len(parts) - 1, len(parts)):
             place = "/".join(parts[:cut])
             try:
-                return *self._checkpoint(place, look=look), "/".join(parts[cut:])
+                return self._checkpoint(place, look=look), "/".join(parts[cut:])
             except (NotFoundError, UrlError):
                 continue
         raise FileNotFoundError(path)
 
-    def _checkpoint(self, place: str, *, look: bool) -> tuple[ModelView, ZarrKeys]:
+    def _checkpoint(self, place: str, *, look: bool) -> _Open:
         opened = self._current(place, look=look)
         if opened is None:
             with self._lock:
                 opening = self._opening.setdefault(place, Lock())
             with opening:  # others that need it meanwhile do not parse it as well
                 opened = self._current(place, look=look) or self._open_anew(place)
-        return opened.view, opened.keys
+        return opened
 
     def _current(self, place: str, *, look: bool) -> _Open | None:
         """The checkpoint that is open; None: there is none, or its record may be another one."""
@@ -217,9 +233,14 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         checkpoint = Checkpoint(place)
         with self._lock:
             opened = self._opened.get(place)
-        if opened is None or opened.view.checkpoint.record.attempt != checkpoint.record.attempt:
+        if opened is None or opened.checkpoint.record.attempt != checkpoint.record.attempt:
+            planned: ModelView | ShardckptError
+            try:
+                planned = ModelView(checkpoint, **self._options)
+            except ShardckptError as e:
+                planned = e
             keys = ZarrKeys(checkpoint.record, checkpoint.reader)
-            opened = _Open(ModelView(checkpoint, **self._options), keys, store, token)
+            opened = _Open(checkpoint, planned, keys, store, token)
         opened.token = token
         with self._lock:
             self._use(place, opened)
@@ -232,7 +253,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         if len(self._opened) > _MOST_OPEN:
             self._opened.popitem(last=False)
         for other in [*self._opened.values()][:-_MOST_CACHED]:
-            drop_blocks(other.view)
+            if isinstance(other.planned, ModelView):
+                drop_blocks(other.planned)
 
 
 def _join(path: str, child: str) -> str:

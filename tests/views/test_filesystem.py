@@ -17,6 +17,7 @@ from safetensors.numpy import load
 from web_server import web_server
 
 import shardckpt
+from shardckpt.errors import DtypeError, ReplacedError
 from shardckpt.runs import pinning
 
 
@@ -99,6 +100,31 @@ def test_a_checkpoint_that_was_replaced_is_seen(tmp_path):
         with fs.open(path) as file:
             assert len(file.read()) == fs.size(path)
         assert fs.ls(f"{tmp_path}/c")[0]["size"] == fs.size(path)
+
+
+def test_a_key_of_a_replaced_checkpoint_says_so_until_a_look_finds_the_new_one(tmp_path):
+    fs = fsspec.filesystem("shardckpt", skip_instance_cache=True)
+    place = tmp_path / "zarr/c"  # where files, too, are below a directory of that name
+    for last in (1, 2, 3):
+        options = shardckpt.SaveOptions(overwrite=True)
+        shardckpt.save(place, {"w": np.arange(last, last + 5)}, options=options)
+        if last == 2:
+            with pytest.raises(ReplacedError, match="was replaced while it was being read"):
+                fs.cat_file(f"{place}/zarr/w/c/0")
+        assert load(fs.cat_file(f"{place}/model.safetensors"))["w"][0] == last
+        assert np.frombuffer(fs.cat_file(f"{place}/zarr/w/c/0", 0, 8), np.int64) == [last]
+
+
+def test_the_arrays_of_a_checkpoint_that_safetensors_cannot_hold_are_shown(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(5), "odd": np.ones(2, np.complex128)})
+    group = zarr.open_group(f"shardckpt://{tmp_path}/c/zarr", mode="r")
+    assert group["odd"][...].tolist() == [1, 1]
+    fs = fsspec.filesystem("shardckpt")
+    for read in (fs.cat_file, fs.info, fs.open):
+        with pytest.raises(DtypeError, match=r"safetensors has no complex128.*exclude="):
+            read(f"{tmp_path}/c/model.safetensors")
+    chosen = fsspec.filesystem("shardckpt", exclude=["odd"])
+    assert load(chosen.cat_file(f"{tmp_path}/c/model.safetensors"))["w"].tolist() == [*range(5)]
 
 
 def test_a_look_at_an_open_checkpoint_reads_no_record(tmp_path):
