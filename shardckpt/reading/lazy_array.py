@@ -135,13 +135,16 @@ class LazyArray:
                 cannot be read.
             BudgetError: there is no memory for the part.
         """
+        key = index if isinstance(index, tuple) else (index,)
+        dots = [entry for entry in key if entry is Ellipsis]
         chosen = [
             _choose(entry, n, self.name)
-            for entry, n in zip(self._entries(index), self.shape, strict=True)
+            for entry, n in zip(self._entries(key), self.shape, strict=True)
         ]
         ranges = [indices for indices, _ in chosen]
         out = self._read_separately(ranges) if _boxes(ranges) <= MOST_BOXES else self._cut(ranges)
-        return out[tuple(0 if scalar else slice(None) for _, scalar in chosen)]
+        # With an ellipsis, numpy returns an array, also without dimensions.
+        return out[(*(0 if scalar else slice(None) for _, scalar in chosen), *dots)]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         """All elements."""
@@ -155,7 +158,7 @@ class LazyArray:
 
     def __dlpack__(self, **options: Any) -> Any:
         """All elements, for `from_dlpack` of any framework."""
-        return self[...].__dlpack__(**options)
+        return np.asarray(self).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The CPU."""
@@ -215,9 +218,8 @@ class LazyArray:
         out[...] = cut
         return out
 
-    def _entries(self, index: Any) -> list[Any]:
+    def _entries(self, entries: tuple[Any, ...]) -> list[Any]:
         """One entry per dimension."""
-        entries = list(index) if isinstance(index, tuple) else [index]
         dots = [i for i, entry in enumerate(entries) if entry is Ellipsis]
         if len(dots) > 1 or len(entries) - len(dots) > self.ndim:
             raise IndexError(f"{self.name}: too many indices for the shape {self.shape}")

@@ -42,7 +42,8 @@ def test_any_basic_index_selects_what_numpy_selects(checkpoint, data):
     index = data.draw(hnp.basic_indices(state[name].shape))
     lazy_array.MOST_BOXES = data.draw(st.sampled_from([1, 4, 1 << 16]))
     actual, expected = opened[name][index], state[name][index]
-    assert type(actual) is type(expected) or actual.shape == expected.shape
+    assert type(actual) is type(expected)
+    assert actual.shape == expected.shape
     assert np.array_equal(actual, expected)
 
 
@@ -109,6 +110,8 @@ def test_an_array_without_dimensions_is_its_element(checkpoint):
     lazy = opened["w0"]
     assert lazy == state["w0"]
     assert (int(lazy), float(lazy), bool(lazy)) == (state["w0"], state["w0"], True)
+    assert np.from_dlpack(lazy) == state["w0"]
+    assert torch.from_dlpack(lazy).shape == ()
     with pytest.raises(TypeError, match="without dimensions"):
         list(lazy)
 
