@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 MOST_BOXES = 1 << 16
 """Most boxes of one read. An index with steps that selects more is read together with what lies
 between."""
+BYTES_BETWEEN = 64 << 10
+"""So many bytes for each box are read together with what lies between: a box takes longer."""
+_MOST_BETWEEN = 256 << 20
+"""Most bytes that are read together for this reason."""
 
 
 class LazyArray:
@@ -142,7 +146,7 @@ class LazyArray:
             for entry, n in zip(self._entries(key), self.shape, strict=True)
         ]
         ranges = [indices for indices, _ in chosen]
-        out = self._read_separately(ranges) if _boxes(ranges) <= MOST_BOXES else self._cut(ranges)
+        out = self._cut(ranges) if self._reads_between(ranges) else self._read_separately(ranges)
         # With an ellipsis, numpy returns an array, also without dimensions.
         return out[(*(0 if scalar else slice(None) for _, scalar in chosen), *dots)]
 
@@ -192,6 +196,14 @@ class LazyArray:
             )
         return self[(0,) * self.ndim]
 
+    def _reads_between(self, ranges: Sequence[range]) -> bool:
+        """Whether the selected elements are read together with what lies between."""
+        boxes = _boxes(ranges)
+        if not 1 < boxes <= MOST_BOXES:
+            return boxes > MOST_BOXES
+        nbytes = _around(ranges).size * self._dtype.itemsize
+        return nbytes <= min(boxes * BYTES_BETWEEN, _MOST_BETWEEN)
+
     def _read_separately(self, ranges: Sequence[range]) -> NDArray[Any]:
         """Read the selected elements alone: one box for each combination of runs."""
         out = empty(self.name, tuple(map(len, ranges)), self.dtype)
@@ -208,11 +220,10 @@ class LazyArray:
 
     def _cut(self, ranges: Sequence[range]) -> NDArray[Any]:
         """Read the box around the selected elements, and copy them out of it."""
-        start = tuple(min(indices[0], indices[-1]) for indices in ranges)
-        box = Box(start, tuple(max(indices[0], indices[-1]) + 1 for indices in ranges))
+        box = _around(ranges)
         around = empty(self.name, box.shape, self.dtype)
         self._read([box], [around])
-        steps = zip(ranges, start, strict=True)
+        steps = zip(ranges, box.start, strict=True)
         cut = around[tuple(_slice(indices, first) for indices, first in steps)]
         out = empty(self.name, cut.shape, self.dtype)
         out[...] = cut
@@ -252,6 +263,14 @@ def _boxes(ranges: Sequence[range]) -> int:
     """Boxes that have the selected elements alone."""
     return prod(
         len(indices) if abs(indices.step) > 1 else min(len(indices), 1) for indices in ranges
+    )
+
+
+def _around(ranges: Sequence[range]) -> Box:
+    """The box around the selected elements; there is at least one."""
+    return Box(
+        tuple(min(indices[0], indices[-1]) for indices in ranges),
+        tuple(max(indices[0], indices[-1]) + 1 for indices in ranges),
     )
 
 
