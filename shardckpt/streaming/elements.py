@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from shardckpt.reading.naming.outputs import source_tensors
 from shardckpt.reading.read_list import ReadList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.outputs import OutputTensor
 
     Bytes = NDArray[np.uint8]
-    Key = tuple[int, int]
-    """Index of an output, and number of a block in it."""
 
+T = TypeVar("T")
+Key = tuple[int, int]
+"""Index of an output, and number of a block in it."""
 CACHE_BYTES = 128 << 20
 """Bytes of blocks that are kept; the last one is kept even if it is larger."""
 _SMALL = 64
@@ -59,6 +60,32 @@ class _Blocks:
     edges: list[int]
     """First byte of each block, and the bytes of the output."""
     boxes: BoxArray
+
+
+class _Recent(OrderedDict[Key, T]):
+    """What is kept of the blocks used last, up to a limit of the blocks' bytes."""
+
+    def __init__(self, nbytes: Callable[[Key], int], most: int, least: int = 0) -> None:
+        super().__init__()
+        self._nbytes, self._most, self._least = nbytes, most, least
+        self._total = 0
+
+    def add(self, new: Mapping[Key, T]) -> None:
+        """Add blocks, and remove those that are too many."""
+        for key, value in new.items():
+            self.remove(key)
+            self[key] = value
+            self._total += self._nbytes(key)
+        while self._total > self._most and len(self) > self._least:
+            self.remove(next(iter(self)))
+
+    def remove(self, key: Key) -> bool:
+        """Remove a block; return whether it was there."""
+        if key not in self:
+            return False
+        del self[key]
+        self._total -= self._nbytes(key)
+        return True
 
 
 class OutputReader:
@@ -88,10 +115,9 @@ class OutputReader:
         self._blocks: dict[int, _Blocks] = {}
         self._insides: dict[int, BoxArray] = {}
         """The boxes that the views of an output fill, of outputs with several."""
-        self._cache: OrderedDict[Key, Bytes] = OrderedDict()
-        self._touched: OrderedDict[Key, int] = OrderedDict()
-        """Bytes of blocks of which parts were read lately; a block is kept when it is read
-        again."""
+        self._cache: _Recent[Bytes] = _Recent(self._nbytes, cache_bytes, least=1)
+        self._touched: _Recent[None] = _Recent(self._nbytes, cache_bytes // 2)
+        """Blocks of which parts were read lately; a block is kept when it is read again."""
         self._expected: tuple[int, int] | None = 0, 0
         """Output and byte at which a sequential reader continues."""
         self._lock = Lock()
@@ -123,8 +149,8 @@ class OutputReader:
             kept = blocks[key] if key in blocks else new.get(key)
             if kept is not None:
                 part[:] = kept[begin : begin + len(part)].data
-        if new:
-            self._keep(new)
+        with self._lock:
+            self._cache.add(new)
 
     def _split(
         self, ranges: Sequence[tuple[int, int, memoryview]]
@@ -179,21 +205,11 @@ class OutputReader:
             missing = [key for key in dict.fromkeys(key for key, *_ in parts) if key not in blocks]
             if missing and not continues:
                 small = {key for key, _, part in parts if len(part) * _SMALL <= self._nbytes(key)}
-                missing = [
-                    key
-                    for key in missing
-                    if key not in small or self._touched.pop(key, None) is not None
-                ]
-                self._touch(small - blocks.keys() - set(missing))
+                missing = [key for key in missing if key not in small or self._touched.remove(key)]
+                self._touched.add(dict.fromkeys(small - blocks.keys() - set(missing)))
         if missing and continues:
             missing += self._following(missing[-1])
         return blocks, {key: np.empty(self._nbytes(key), np.uint8) for key in missing}
-
-    def _touch(self, keys: Iterable[Key]) -> None:
-        """Note blocks of which a part is read; the lock is held."""
-        self._touched.update((key, self._nbytes(key)) for key in keys)
-        while self._touched and sum(self._touched.values()) > self._most // 2:
-            self._touched.popitem(last=False)
 
     def _rows(self, key: Key, begin: int, nbytes: int) -> tuple[tuple[int, Box, NDArray[Any]], int]:
         """The rows of a block with some of its bytes, with memory, as `read_boxes` wants them.
@@ -233,19 +249,11 @@ class OutputReader:
                 return
             yield number, block
 
-    def _keep(self, new: dict[Key, Bytes]) -> None:
-        with self._lock:
-            self._cache.update(new)
-            while (
-                len(self._cache) > 1
-                and sum(block.nbytes for block in self._cache.values()) > self._most
-            ):
-                self._cache.popitem(last=False)
-
     def drop_blocks(self) -> None:
         """Keep no blocks but those that are read from now on."""
         with self._lock:
-            self._cache.clear()
+            for key in [*self._cache]:
+                self._cache.remove(key)
 
     def _nbytes(self, key: Key) -> int:
         number, block = key

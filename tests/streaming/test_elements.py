@@ -3,10 +3,12 @@
 import sys
 
 import numpy as np
+from counting import steps
 
 import shardckpt
 from shardckpt import Box
 from shardckpt.reading.naming.mapping_file import parse_mapping
+from shardckpt.reading.naming.outputs import identity
 from shardckpt.reading.read_list import TensorBoxes
 from shardckpt.streaming.elements import OutputReader
 
@@ -46,3 +48,18 @@ def test_a_view_for_each_row_neither_cuts_blocks_nor_is_planned_for_reads_of_oth
         assert calls_of_add(reader.requests, [(0, box, memory)]) == last - first
         reader.read_boxes([(0, box, memory)])
         assert np.array_equal(memory, expected[first:last, 1:])
+
+
+def test_blocks_that_leave_the_cache_are_not_summed_up_again(tmp_path):
+    shardckpt.save(tmp_path / "c", {f"w{i}": np.full(4, i, np.float32) for i in range(2400)})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    outputs = [identity(checkpoint.tensor(name), name) for name in checkpoint.names()]
+    reader = OutputReader(checkpoint, outputs, cache_bytes=32_000)
+    memory = memoryview(bytearray(8))
+
+    def read():
+        for number in range(2400):
+            reader.read_into([(number, 0, memory)])
+            reader.read_into([(number, 8, memory)])
+
+    assert steps(read) < 2400 * 300
