@@ -48,6 +48,8 @@ _SMALL = 64
 """A part is small if the block has at least so many times its bytes."""
 AHEAD_BYTES = 16 << 20
 """Most bytes that are read ahead of a sequential reader."""
+_SMALL_BLOCK = 1 << 20
+"""Bytes up to which smaller chunks are joined to a block: each block is planned by itself."""
 LARGEST_BLOCK = 64 << 20
 """Most bytes of a block, unless a row has more. Of a larger slab, chunks are read for several
 blocks."""
@@ -276,14 +278,17 @@ class OutputReader:
             for piece in view.pieces(self._tensors[view.tensor].pieces)
         ]
         room = max(1, LARGEST_BLOCK // output.dtype.itemsize)
-        # Views of single rows end inside of a chunk; a block has the bytes of a chunk.
-        chunk = max(
-            prod(piece.chunks)
-            for view in output.sources
-            for piece in self._tensors[view.tensor].pieces
+        # Views of single rows end inside of a chunk; a block has the bytes of a chunk at least.
+        joined = max(
+            _SMALL_BLOCK // output.dtype.itemsize,
+            *(
+                prod(piece.chunks)
+                for view in output.sources
+                for piece in self._tensors[view.tensor].pieces
+            ),
         )
         steps = cut(
-            Box.full(output.shape), (), room, Order.ROWS, sources=stored, joined=min(room, chunk)
+            Box.full(output.shape), (), room, Order.ROWS, sources=stored, joined=min(room, joined)
         )
         parts = [step.box for step in steps]
         boxes = BoxArray.of(parts, len(output.shape))

@@ -50,6 +50,14 @@ def test_a_view_for_each_row_neither_cuts_blocks_nor_is_planned_for_reads_of_oth
         assert np.array_equal(memory, expected[first:last, 1:])
 
 
+def test_small_tensors_that_are_joined_are_read_in_large_blocks(tmp_path):
+    shardckpt.save(tmp_path / "c", {f"e.{i}": np.full(64, i, np.float32) for i in range(100)})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    rules = parse_mapping({"map": [{"from": "e.{i}", "to": "all", "stack": 0}]}, "m")
+    (output,) = rules.outputs({name: checkpoint.tensor(name) for name in checkpoint.names()})
+    assert OutputReader(checkpoint, [output]).edges(0) == [0, 100 * 256]
+
+
 def test_blocks_that_leave_the_cache_are_not_summed_up_again(tmp_path):
     shardckpt.save(tmp_path / "c", {f"w{i}": np.full(4, i, np.float32) for i in range(2400)})
     checkpoint = shardckpt.open(tmp_path / "c")
