@@ -8,7 +8,10 @@ import numpy as np
 
 from shardckpt.convert.formats.safetensors.layout import DTYPES
 from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name
+from shardckpt.plan.pieces import batches
+from shardckpt.reading.lazy_array import empty
 from shardckpt.state.names import did_you_mean, shown
 from shardckpt.text import shorten
 from shardckpt.views.model_view import ModelView
@@ -17,9 +20,13 @@ if TYPE_CHECKING:
     import os
     from types import TracebackType
 
+    from numpy.typing import NDArray
+
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.lazy_array import LazyArray
 
+_BATCH_BYTES = 256 << 20
+"""Bytes of tensors that are read together."""
 _FRAMEWORKS = {
     "np": "np",
     "numpy": "np",
@@ -111,7 +118,17 @@ class safe_open:  # noqa: N801  (the name in safetensors)
         Raises:
             DtypeMismatchError, CorruptionError, MissingDataError, StorageError: as `get_tensor`.
         """
-        return {name: self.get_tensor(name) for name in self._arrays}
+        tensors = {}
+        arrays = enumerate(self._arrays.values())
+        for batch in batches(arrays, lambda one: (one[1].nbytes,), (_BATCH_BYTES,)):
+            boxes = [
+                (number, Box.full(array.shape), empty(array.name, array.shape, array.dtype))
+                for number, array in batch
+            ]
+            self._view.read_boxes(boxes)
+            for (_, array), (_, _, elements) in zip(batch, boxes, strict=True):
+                tensors[array.name] = _tensor(array, elements, self._framework, self._device)
+        return tensors
 
     def get_slice(self, name: str) -> TensorSlice:
         """A handle of a tensor; indexing it reads a part of the tensor.
@@ -167,16 +184,21 @@ class TensorSlice:
     def __getitem__(self, index: Any) -> Any:
         """Read a part of the tensor; see `LazyArray`."""
         elements = np.asarray(self._array[index])
-        if self._framework == "np":
-            return elements
-        if self._framework == "jax":
-            from shardckpt.frameworks.jax_arrays import array_of
+        return _tensor(self._array, elements, self._framework, self._device)
 
-            device = None if self._device == "cpu" else self._device
-            return array_of(elements, shown(self._array.name), 'open with framework="np"', device)
-        from shardckpt.frameworks.torch import tensor_of
-        from shardckpt.frameworks.torch_devices import device_memory
 
-        tensor = tensor_of(elements, by_name(self._array.dtype_name))
-        with device_memory(self._array.name, self._device):
-            return tensor.to(self._device)
+def _tensor(array: LazyArray, elements: NDArray[Any], framework: str, device: Any) -> Any:
+    """A tensor of a framework, of elements that were read of an array."""
+    if framework == "np":
+        return elements
+    if framework == "jax":
+        from shardckpt.frameworks.jax_arrays import array_of
+
+        at = None if device == "cpu" else device
+        return array_of(elements, shown(array.name), 'open with framework="np"', at)
+    from shardckpt.frameworks.torch import tensor_of
+    from shardckpt.frameworks.torch_devices import device_memory
+
+    tensor = tensor_of(elements, by_name(array.dtype_name))
+    with device_memory(array.name, device):
+        return tensor.to(device)

@@ -236,6 +236,18 @@ def test_safe_open_is_as_safetensors_has_it(tmp_path, framework):
             ours.get_tensor("aa")
 
 
+def test_all_tensors_are_read_together(tmp_path):
+    state = {f"w{i}": np.full(3, i) for i in range(200)}
+    state |= {"none": np.zeros((0, 2)), "one": np.array(5.0)}
+    saved(tmp_path / "c", state)
+    checkpoint = shardckpt.open(tmp_path / "c")
+    tensors = shardckpt.safe_open(checkpoint, "np").get_tensors()
+    assert checkpoint.stats.reads < 10
+    for name, array in state.items():
+        assert tensors[name].shape == array.shape
+        assert np.array_equal(tensors[name], array)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
