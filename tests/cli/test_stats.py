@@ -43,6 +43,21 @@ def test_tensors_of_two_dtypes_are_read_within_the_memory_limit(saver, tmp_path)
         tracemalloc.stop()
 
 
+def test_many_tensors_take_little_memory(tmp_path):
+    number = 300
+    shardckpt.save(tmp_path / "1", {f"w{i}": np.full(2, i) for i in range(number)})
+    checkpoint = shardckpt.open(tmp_path / "1")
+    state_statistics(checkpoint, only=["w0"])
+    tracemalloc.start()
+    try:
+        statistics = state_statistics(checkpoint)
+        assert tracemalloc.get_traced_memory()[0] < number * 2048
+    finally:
+        tracemalloc.stop()
+    assert statistics.to_json()["all"]["read"] == 2 * number
+    assert statistics.to_json()["tensors"][7]["max"] == 7
+
+
 def test_a_sample_of_a_tensor_of_many_chunks_takes_little_memory(tmp_path):
     n = 1 << 16
     sharding = Sharding(Mesh((n,), ("x",)), PartitionSpec("x"))

@@ -92,8 +92,10 @@ class ElementChange:
 class StateStatistics:
     """Statistics of the tensors of a checkpoint, or of two beside each other."""
 
-    tensors: dict[str, tuple[RunningStatistics, ...]] = field(default_factory=dict)
-    """Name → statistics in each checkpoint."""
+    totals: tuple[RunningStatistics, ...]
+    """Statistics of all tensors together, in each checkpoint."""
+    tensors: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    """Name → statistics in each checkpoint, as JSON."""
     dtypes: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     changes: list[ElementChange] = field(default_factory=list)
@@ -102,12 +104,11 @@ class StateStatistics:
     left_out: dict[str, str] = field(default_factory=dict)
     """Name → the reason why there are no statistics of it."""
 
-    def total(self, side: int = 0) -> RunningStatistics:
-        """Statistics of all tensors of a checkpoint together."""
-        total = RunningStatistics()
-        for tallies in self.tensors.values():
-            total.merge(tallies[side])
-        return total
+    def add(self, name: str, tallies: Sequence[RunningStatistics]) -> None:
+        """Add the statistics of a tensor in each checkpoint."""
+        self.tensors[name] = tuple(tally.to_json() for tally in tallies)
+        for total, tally in zip(self.totals, tallies, strict=True):
+            total.merge(tally)
 
     def to_json(self, side: int = 0) -> dict[str, Any]:
         """All statistics of one checkpoint, as JSON."""
@@ -116,11 +117,11 @@ class StateStatistics:
                 "name": name,
                 "dtype": self.dtypes[name],
                 "shape": list(self.shapes[name]),
-                **tallies[side].to_json(),
+                **sides[side],
             }
-            for name, tallies in self.tensors.items()
+            for name, sides in self.tensors.items()
         ]
-        return {"tensors": tensors, "all": self.total(side).to_json()}
+        return {"tensors": tensors, "all": self.totals[side].to_json()}
 
 
 def state_statistics(
@@ -153,20 +154,21 @@ def state_statistics(
                 f": statistics take at least {file_size(LEAST_MEMORY_LIMIT)}.",
             )
         )
-    statistics = StateStatistics()
-    pairs = _pairs(checkpoint, other, only, statistics)
     sides = [checkpoint] if other is None else [checkpoint, other]
+    statistics = StateStatistics(_new_tallies(sides))
+    pairs = _pairs(checkpoint, other, only, statistics)
+    tallies = _new_tallies(sides)  # of one tensor after another
     distances: dict[str, _Distance] = {}
     done, total = 0, sum(pair.nbytes for pair in pairs)
     with reading_takes_threads(checkpoint.location):
         for batch in block_batches(pairs, limit // 2 // len(sides)):
             if progress is not None:
                 progress(done, total)
-            _add_batch(sides, batch, statistics, distances)
+            tallies = _add_batch(sides, batch, tallies, statistics, distances)
             done += sum(block.nbytes for block in batch)
     if progress is not None:
         progress(total, total)
-    norms = {name: statistics.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
+    norms = {name: statistics.tensors[name][0]["norm"] or 0.0 for name in distances}
     changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
     statistics.changes = sorted(changes, key=_by_relative)
     return statistics
@@ -175,10 +177,14 @@ def state_statistics(
 def _add_batch(
     sides: Sequence[Checkpoint],
     batch: Sequence[BlockOfPair],
+    tallies: tuple[RunningStatistics, ...],
     statistics: StateStatistics,
     distances: dict[str, _Distance],
-) -> None:
-    """Read the blocks of a batch, and add their elements to the statistics and the distances."""
+) -> tuple[RunningStatistics, ...]:
+    """Read the blocks of a batch, and add their elements to the statistics and the distances.
+
+    `tallies` are those of the first block's tensor; return those of the next tensor.
+    """
     blocks = []
     for one, side in zip(sides, "ab", strict=False):
         with one.reading():
@@ -188,10 +194,19 @@ def _add_batch(
             part.reshape(-1).view(of.dtype.numpy)
             for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)
         ]
-        for tally, values in zip(statistics.tensors[block.pair.name], flat, strict=True):
+        for tally, values in zip(tallies, flat, strict=True):
             tally.add(values)
         if len(flat) > 1:
             distances.setdefault(block.pair.name, _Distance()).add(*flat)
+        if block.last:
+            statistics.add(block.pair.name, tallies)
+            tallies = _new_tallies(sides)
+    return tallies
+
+
+def _new_tallies(sides: Sequence[Checkpoint]) -> tuple[RunningStatistics, ...]:
+    """A tally for each checkpoint."""
+    return tuple(RunningStatistics() for _ in sides)
 
 
 def _by_relative(change: ElementChange) -> float:
@@ -214,6 +229,7 @@ def _pairs(
         advice = " selects none of its tensors; `shardckpt info` lists them."
         raise NamesMismatchError(Message(f"{checkpoint.location}: ", given(only=unused), advice))
     pairs: list[Pair] = []
+    nothing = tuple(tally.to_json() for tally in statistics.totals)
     theirs = {} if other is None else other.record.structure.tensors
     for name in filter(selects, names):
         one = checkpoint.tensor(name)
@@ -225,11 +241,7 @@ def _pairs(
         elif not castable(one.dtype, _FLOAT) or not castable(two.dtype, _FLOAT):
             statistics.left_out[name] = f"elements of {one.dtype.name}"
         else:
-            statistics.tensors[name] = (
-                (RunningStatistics(),)
-                if other is None
-                else (RunningStatistics(), RunningStatistics())
-            )
+            statistics.tensors[name] = nothing
             statistics.dtypes[name], statistics.shapes[name] = one.dtype.name, one.shape
             pairs += [Pair(name, one, two)] if one.nbytes else []
     known = frozenset(names)
