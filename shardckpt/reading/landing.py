@@ -467,6 +467,6 @@ def restore_jobs(
                 landing = landings[sink.tie_key] = Landing(tensor, sink)
             landing.names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
-    landings = chain(chain.from_iterable(job.landings for job in jobs), beside)
-    refusals.refuse_shared_memory(landings, title)
+    every = chain(chain.from_iterable(job.landings for job in jobs), beside)
+    refusals.refuse_shared_memory(every, title)
     return jobs

@@ -24,7 +24,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
     """Whether an operation on a tensor's elements would end the process: it has none."""
-    return (
+    return bool(
         type(tensor).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
