@@ -37,7 +37,7 @@ from shardckpt.reading.inspection.tensor_info import TensorInfo
 from shardckpt.reading.inspection.words import nodes_of
 from shardckpt.reading.lazy_array import LazyArray, empty
 from shardckpt.reading.locate import Request
-from shardckpt.reading.missing import detect_replacement, no_checkpoint
+from shardckpt.reading.missing import no_checkpoint, replaced_error
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
 from shardckpt.reading.stored_fingerprint import stored_fingerprint
 from shardckpt.reading.verification import verify
@@ -48,7 +48,6 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -284,9 +283,23 @@ class Checkpoint:
             names.setdefault(stored, []).append(name)
         return names
 
-    def reading(self) -> AbstractContextManager[None]:
-        """A context for reads; see `missing.detect_replacement`."""
-        return detect_replacement(self.location, self.record.attempt)
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context for reads that detects that the checkpoint was replaced or deleted.
+
+        Raises:
+            ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or
+                deleted.
+            StorageError: Python is shutting down, and starts no threads to read with.
+        """
+        try:
+            with reading_takes_threads(self.location):
+                yield
+        except MissingDataError as e:
+            replaced = replaced_error(self._store, self.location, self.record.attempt)
+            if replaced is None:
+                raise
+            raise replaced from e
 
     def check_unchanged(self) -> None:
         """See `Source`; an attempt's data never change."""
@@ -327,11 +340,9 @@ class Checkpoint:
         check_fork(self.location)
         with self._opening:
             if self._opened is None:
-                threads, memory = self._reading
+                place, (threads, memory) = self._place, self._reading
                 with self.reading():
-                    self._opened = open_reader(
-                        self._place, self.record, threads=threads, memory=memory
-                    )
+                    self._opened = open_reader(place, self.record, threads=threads, memory=memory)
             return self._opened
 
     @contextmanager

@@ -18,6 +18,7 @@ from operator import gt
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt import frameworks
@@ -467,6 +468,33 @@ def restore_jobs(
                 landing = landings[sink.tie_key] = Landing(tensor, sink)
             landing.names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
-    every = chain(chain.from_iterable(job.landings for job in jobs), beside)
-    refusals.refuse_shared_memory(every, title)
+    _refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside), title)
     return jobs
+
+
+def _refuse_shared_memory(landings: Iterable[Landing], title: Callable[[str], str]) -> None:
+    """Raise if destinations share memory: threads write to them in no particular order."""
+    arrays = [(array, landing) for landing in landings for array in landing.memory]
+    bounds = np.array([_bounds(array, landing.sink.address) for array, landing in arrays], np.int64)
+    bounds = bounds.reshape(-1, 2)
+    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
+    bounds = bounds[order]
+    if (bounds[1:, 0] >= bounds[:-1, 1]).all():
+        return
+    open_until: list[tuple[int, Array, Landing]] = []
+    for start, stop, i in refusals.near_others([array for array, _ in arrays], bounds, order):
+        array, landing = arrays[i]
+        open_until = [other for other in open_until if other[0] > start]
+        for _, other, before in open_until:
+            same_view = landing.tensor is before.tensor and landing.view == before.view
+            if not same_view and refusals.share_memory(array, other):
+                raise refusals.shared_memory(title(landing.names[0]), title(before.names[0]))
+        open_until.append((stop, array, landing))
+
+
+def _bounds(array: Array, address: int) -> tuple[int, int]:
+    """The address of an array's first byte (`address`, if not 0), and one past its last."""
+    if array.flags.c_contiguous:
+        start: int = address or array.__array_interface__["data"][0]
+        return start, start + array.nbytes
+    return byte_bounds(array)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from shardckpt.commit.attempts import is_attempt, step_of
 from shardckpt.commit.publish import RECORD, published_attempt
 from shardckpt.errors import (
     FormatError,
-    MissingDataError,
     NotFoundError,
     ReplacedError,
     ShardckptError,
@@ -19,13 +18,12 @@ from shardckpt.errors import (
     UncommittedError,
 )
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
-from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.state import names as naming
 from shardckpt.text import few
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from shardckpt.format.record import Tombstone
     from shardckpt.io.url import Location
@@ -89,29 +87,6 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
     if children and not hint:
         hint = f"; `shardckpt ls {quote(str(store))}` lists what is directly below it"
     return NotFoundError(f"{store}: no checkpoint there{hint}.")
-
-
-@contextmanager
-def detect_replacement(location: Location, attempt: str) -> Iterator[None]:
-    """A context for reads that detects that the checkpoint was replaced or deleted.
-
-    Args:
-        location: the checkpoint's place.
-        attempt: the attempt that it had when it was opened.
-
-    Raises:
-        ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or
-            deleted.
-        StorageError: Python is shutting down, and starts no threads to read with.
-    """
-    try:
-        with reading_takes_threads(location):
-            yield
-    except MissingDataError as e:
-        replaced = replaced_error(Store.open(location), location, attempt)
-        if replaced is None:
-            raise
-        raise replaced from e
 
 
 def replaced_error(store: Store, location: Location, attempt: str) -> ReplacedError | None:

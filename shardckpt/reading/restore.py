@@ -327,8 +327,7 @@ def restoring(
         cast: see `restore`.
         coordinator: see `restore`.
     """
-    picks = selector(only) if adaptation is None else adaptation.selects
-    selects = None if only is None else picks
+    selects = None if only is None else adaptation.selects if adaptation else selector(only)
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
     if adaptation is not None and not isinstance(like, StateOwner) and not adaptation.places:
         tree = tree if like is None else _own_tree(checkpoint, tree, only, coordinator)
@@ -337,6 +336,7 @@ def restoring(
         return (yield from complete(checkpoint, tree, record, selects, adaptation))
     tree = _own_tree(checkpoint, tree, only, coordinator)
     if isinstance(like, StateOwner):
+        picks = selects or selector(None)
         tree = like.arranged(tree, picks, adaptation)
         if adaptation is not None:
             adaptation.settle(tree, only, each=strict is not False)

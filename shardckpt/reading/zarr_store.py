@@ -22,9 +22,9 @@ from zarr.abc.store import (
     SuffixByteRequest,
 )
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import MissingDataError, OptionError
 from shardckpt.io.store import Store as Place
-from shardckpt.reading.missing import detect_replacement
+from shardckpt.reading.missing import replaced_error
 from shardckpt.reading.reader import open_reader
 from shardckpt.reading.zarr_keys import ZarrKeys
 
@@ -138,11 +138,16 @@ class CheckpointStore(Store):
 
     def _read(self, read: Callable[[str], T | None], key: str) -> T | None:
         """Call `read` with a key, and say if the checkpoint was replaced or deleted."""
-        root, attempt = self._place.parent, self._record.attempt
-        if root is None or self._place.name != attempt:
+        try:
             return read(key)
-        with detect_replacement(root, attempt):
-            return read(key)
+        except MissingDataError as e:
+            root, attempt = self._place.parent, self._record.attempt
+            replaced = None
+            if root is not None and self._place.name == attempt:
+                replaced = replaced_error(Place.open(root), root, attempt)
+            if replaced is None:
+                raise
+            raise replaced from e
 
     # --- listing ----------------------------------------------------------------------------------
 

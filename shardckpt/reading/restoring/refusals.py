@@ -8,19 +8,17 @@ from operator import ge
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.url import Location
-    from shardckpt.reading.landing import Landing
 
     Array = NDArray[np.generic]
 
@@ -66,34 +64,22 @@ def another_dtype(
     )
 
 
-def refuse_shared_memory(landings: Iterable[Landing], title: Callable[[str], str]) -> None:
-    """Raise if destinations share memory: threads write to them in no particular order."""
-    arrays = [(array, landing) for landing in landings for array in landing.memory]
-    bounds = np.array([_bounds(array, landing.sink.address) for array, landing in arrays], np.int64)
-    bounds = bounds.reshape(-1, 2)
-    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
-    bounds = bounds[order]
+def near_others(
+    arrays: Sequence[Array], bounds: NDArray[np.int64], order: NDArray[np.int64]
+) -> Iterator[tuple[int, int, int]]:
+    """The bounds and the position of each array that may share memory with others.
+
+    Args:
+        arrays: the arrays.
+        bounds: the first byte of each, and one past its last, in ascending order.
+        order: the position in `arrays` for each of `bounds`.
+    """
     reached = np.maximum.accumulate(bounds[:, 1])
     borders = [0, *(np.flatnonzero(bounds[1:, 0] >= reached[:-1]) + 1).tolist(), len(order)]
     for first, end in pairwise(borders):
-        if end - first > 1:
-            near = [(*bounds[i].tolist(), *arrays[order[i]]) for i in range(first, end)]
-            if not _are_columns([(array, start) for start, _, array, _ in near]):
-                _refuse_overlap(near, title)
-
-
-def _refuse_overlap(
-    arrays: Sequence[tuple[int, int, Array, Landing]], title: Callable[[str], str]
-) -> None:
-    """Compare each array with those before it whose bounds it lies in."""
-    open_until: list[tuple[int, Array, Landing]] = []
-    for start, stop, array, landing in arrays:
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and share_memory(array, other):
-                raise _shared_memory(title(landing.names[0]), title(before.names[0]))
-        open_until.append((stop, array, landing))
+        near = [(*bounds[i].tolist(), int(order[i])) for i in range(first, end)]
+        if end - first > 1 and not _are_columns([(arrays[i], start) for start, _, i in near]):
+            yield from near
 
 
 def _are_columns(arrays: Sequence[tuple[Array, int]]) -> bool:
@@ -124,14 +110,6 @@ def _rows(array: Array) -> tuple[int, int]:
     return width, step
 
 
-def _bounds(array: Array, address: int) -> tuple[int, int]:
-    """The address of an array's first byte (`address`, if not 0), and one past its last."""
-    if array.flags.c_contiguous:
-        start: int = address or array.__array_interface__["data"][0]
-        return start, start + array.nbytes
-    return byte_bounds(array)
-
-
 def share_memory(a: Array, b: Array) -> bool:
     """Whether an element of one array lies in the memory of the other.
 
@@ -143,7 +121,7 @@ def share_memory(a: Array, b: Array) -> bool:
         return True
 
 
-def _shared_memory(name: str, other: str) -> StructureMismatchError:
+def shared_memory(name: str, other: str) -> StructureMismatchError:
     """The error for two leaves that share memory, by their names."""
     return StructureMismatchError(
         f"{name}: in `like` it shares memory with {other}, so both cannot be restored in place; "
