@@ -65,7 +65,7 @@ class _Blocks:
 
 
 class _Recent(OrderedDict[Key, T]):
-    """What is kept of the blocks used last, up to a limit of the blocks' bytes."""
+    """Values for the blocks used last, up to a limit of the bytes of these blocks."""
 
     def __init__(self, nbytes: Callable[[Key], int], most: int, least: int = 0) -> None:
         super().__init__()
