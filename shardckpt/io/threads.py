@@ -361,13 +361,18 @@ class Workers:
     def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
         """Call `work` for each task; the first error stops the rest, and is raised.
 
-        Tasks are drawn as threads get free. The calling thread works, too: where other callers keep
-        the pool busy, it does all the work. When this returns or raises, no thread is at work on
-        any of the tasks.
+        Tasks are drawn as threads get free.
+
+        The calling thread does the work itself if there is only one task, or if only one thread
+        works at a time. When this returns or raises, no thread is at work on any of the tasks.
         """
         rest = iter(tasks)
         first = list(islice(rest, self.at_once))
-        _run(chain(first, rest), self._pool.submit, [work] * (len(first) - 1), work)
+        if len(first) < 2:
+            for task in chain(first, rest):
+                work(task)
+            return
+        _run(chain(first, rest), self._pool.submit, [work] * len(first))
 
 
 def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:

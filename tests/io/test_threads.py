@@ -107,27 +107,6 @@ def test_a_task_may_be_anything_and_a_single_one_is_done_by_the_calling_thread()
     assert threads == [threading.current_thread()]
 
 
-def test_a_caller_does_not_wait_for_the_tasks_of_other_ones():
-    workers, go_on, done, began = Workers(2, "test"), threading.Event(), [], []
-
-    def work(task):
-        began.append(task)
-        go_on.wait(60)
-
-    others = [threading.Thread(target=workers.do, args=(work, range(100))) for _ in range(2)]
-    try:
-        for other in others:
-            other.start()
-        while len(began) < 4:  # they, and the pool
-            time.sleep(0.001)
-        workers.do(done.append, range(9))
-        assert done == [*range(9)]
-    finally:
-        go_on.set()
-        for other in others:
-            other.join(60)
-
-
 def test_several_callers_have_their_own_tasks_and_errors():
     workers, outcomes = Workers(2, "test"), {}
 
