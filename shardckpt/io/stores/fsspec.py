@@ -75,7 +75,8 @@ class FsspecReader(Store):
         """Keys are relative to `location`; `files` is fsspec's file system."""
         super().__init__(location)
         self._files = files
-        path = files._strip_protocol(_url(location))  # noqa: SLF001  (how fsspec makes a path of a url)
+        # With a slash, some roots have a name that they otherwise lack.
+        path = files._strip_protocol(f"{_url(location)}/")  # noqa: SLF001  (how fsspec makes a path of a url)
         self._root = path.rstrip("/")
         self._above = f"{self._root}/" if path else ""
         """The part of a path before a key: empty where the root of the file system has no name."""
@@ -290,8 +291,7 @@ def _file_system(scheme: str, host: str, _environment: frozenset[tuple[str, str]
     except ValueError as e:
         raise UrlError(
             f"{scheme}://: fsspec knows no protocol {protocol!r}; check its name, or install the "
-            "package that has it. Worker processes do not know what your program registers "
-            "itself: reshard with workers=1."
+            "package that has it. What a program registers itself is known to no other process."
         ) from e
     names = {kind.protocol} if isinstance(kind.protocol, str) else {*kind.protocol}
     if names & NOT_BY_FSSPEC.keys():
