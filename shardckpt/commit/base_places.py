@@ -37,6 +37,8 @@ from shardckpt.io.url import UNQUOTED, parse
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardckpt.format.bases import Base
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
@@ -109,6 +111,14 @@ def base_location(checkpoint: Location, base: Base) -> Location:
             )
         )
     return next((place for place in places if exists(place.join(RECORD).local_path)), places[0])
+
+
+def chain_places(checkpoint: Location, chain: Iterable[Base]) -> frozenset[Location]:
+    """The locations of a checkpoint's chain, besides which its readers visit none.
+
+    Raises FormatError.
+    """
+    return frozenset(base_location(checkpoint, base) for base in chain)
 
 
 def base_record(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardckpt.commit.base_places import base_record, holder, piece_before
+from shardckpt.commit.base_places import base_record, chain_places, holder, piece_before
 from shardckpt.errors import FormatError
 from shardckpt.format.differences import apply, needs_older
 from shardckpt.plan.pieces import batches, chunk_boxes
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.fetch import BandOfElements, ReadableChunks, ReadStored
     from shardckpt.reading.runs import ReadTask
@@ -155,6 +156,9 @@ class Differences:
         self._record = record
         self._open_one = open_one
         self._older: tuple[ReadableChunks, CheckpointRecord] | None = None
+        self.places: frozenset[Location] | None = None
+        """The places that the reader may visit: those of the newest record's chain. None: this one
+        is the newest."""
         self._opening = Lock()
         self._of_path = {
             piece.path: (tensor, i)
@@ -266,7 +270,17 @@ class Differences:
                         f"{self._checkpoint}: its base {base.url} needs as many checkpoints as "
                         "itself; one of the two records was not written by shardckpt."
                     )
-                self._older = self._open_one(place, record), record
+                if self.places is None:
+                    self.places = chain_places(self._checkpoint, self._record.structure.chain)
+                if place.location.parent not in self.places:
+                    raise FormatError(
+                        f"{self._checkpoint}: its base {base.url} is not in the chain of the "
+                        "version that is read; one of the two records was not written by shardckpt."
+                    )
+                source = self._open_one(place, record)
+                if isinstance(source.codec, Differences):
+                    source.codec.places = self.places
+                self._older = source, record
             source, record = self._older
         return source, piece_before(self._checkpoint, tensor, tensor.pieces[i], record)
 

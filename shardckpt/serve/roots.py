@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.base_places import base_location
+from shardckpt.commit.base_places import base_location, base_record
 from shardckpt.errors import FormatError, NotFoundError, OptionError, UrlError
 from shardckpt.format.documents import unfit
 from shardckpt.io.failures import storage_errors
@@ -24,8 +24,9 @@ from shardckpt.serve.access.identity import may_read, note
 from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from shardckpt.format.bases import Base
     from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
 
@@ -167,8 +168,15 @@ class Roots:
         Raises:
             FormatError: a base or a link leads elsewhere.
         """
-        here, needs = checkpoint.location, Needs()
-        for base in checkpoint.record.structure.bases:
+        needs = Needs()
+        self._check_bases(checkpoint.location, checkpoint.record.structure.bases, needs)
+        self._check_links(checkpoint.location, needs, based=True)
+        self.check_needs(needs)
+        return needs
+
+    def _check_bases(self, here: Location, bases: Iterable[Base], needs: Needs) -> None:
+        """Note the roots that bases lie in, and those of a base's own chain."""
+        for base in bases:
             place = base_location(here, base)
             message = (
                 f"{here}: its base {place} lies outside of the roots; serve it, or allow it with "
@@ -176,9 +184,12 @@ class Roots:
             )
             self._need(needs, place, message, based=True)
             self._check_links(place, needs, based=True)
-        self._check_links(here, needs, based=True)
-        self.check_needs(needs)
-        return needs
+            if (
+                base.compression == "difference" and not base.contents
+            ):  # its chain is not in `bases`
+                self._check_bases(
+                    place, base_record(here, base, "a tensor")[1].structure.chain, needs
+                )
 
     def check_needs(self, needs: Needs) -> None:
         """Check that the user may read all that a checkpoint needs from other roots.

@@ -29,7 +29,7 @@ import numpy as np
 
 from shardckpt.commit.assemble import assemble, read_host_record, write_table
 from shardckpt.commit.attempts import folded_name, step_of
-from shardckpt.commit.base_places import base_url, has_array
+from shardckpt.commit.base_places import base_url, chain_places, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import (
     Prior,
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import HostRecord
     from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.locate import Request
     from shardckpt.reading.reader import ChunkReader
@@ -186,11 +187,18 @@ def fold_chain(
             f"{root}: version {newest} differs from versions in other places; only versions "
             "beside each other are folded."
         )
+    places = chain_places(root.location.join(str(newest)), chain)
     for number, base in bases_after_folding(len(steps), most).items():
         if steps[number] not in done:
             done.add(steps[number])  # before: one that failed would fail again
             folded = _fold_one(
-                root, steps[number], steps[base], contents[number], contents[base], at_a_time
+                root,
+                steps[number],
+                steps[base],
+                contents[number],
+                contents[base],
+                places,
+                at_a_time,
             )
             if folded is not None:
                 yield folded
@@ -204,9 +212,15 @@ def _step(base: Base) -> int:
 
 
 def _fold_one(
-    root: Store, step: int, base: int, contents: str, base_contents: str, at_a_time: int
+    root: Store,
+    step: int,
+    base: int,
+    contents: str,
+    base_contents: str,
+    places: frozenset[Location],
+    at_a_time: int,
 ) -> Folded | None:
-    """Fold a version; None if it has this base already, or has changed."""
+    """Fold a version; None if it has this base already, has changed, or needs another place."""
     store = root.sub(str(step))
     prior = read_prior(store, overwrite=True)
     record = prior.record
@@ -214,6 +228,7 @@ def _fold_one(
         not isinstance(record, CheckpointRecord)
         or record.fingerprint is None
         or record.fingerprint.sha256 != contents
+        or not chain_places(store.location, record.structure.chain) <= places
     ):
         return None  # deleted or replaced since the newest version named it
     try:

@@ -4,22 +4,27 @@ import ast
 import logging
 import os
 import re
+import shutil
 import socket
 import time
 from contextlib import suppress
 
 import numpy as np
 import pytest
+from forgery import opened_envelope, seal
 from paths import ROOT
 from serving import serving
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.errors import OptionError, StorageError
+from shardckpt.errors import FormatError, OptionError, StorageError
+from shardckpt.format.structure import DIFFERENCE_VERSION
 from shardckpt.serve import server, sources
 from shardckpt.serve.access import guard, tokens
 from shardckpt.serve.access.tokens import Tokens, add_token
 from shardckpt.serve.options import ServeOptions
+from shardckpt.serve.roots import Roots
+from shardckpt.versions.folding import fold
 
 
 @pytest.fixture
@@ -320,6 +325,38 @@ def test_bases_lie_in_the_roots_or_where_it_is_allowed(tmp_path):
 
 
 @pytest.mark.long
+def test_the_record_of_an_earlier_version_leads_to_no_place_that_a_later_one_does_not_name(
+    tmp_path,
+):
+    root, away = tmp_path / "inside", tmp_path / "away"
+    state = {"w": np.arange(1000.0), "x": np.ones(3)}
+    with shardckpt.Publisher(root / "run", keep=None, anchor_every=64, catch_up=None) as publisher:
+        for step in range(13):
+            publisher.publish(step, {**state, "w": state["w"] + (np.arange(1000) < step)})
+            publisher.wait()
+    based = SaveOptions(base=root / "run" / "5", skip="w")
+    shardckpt.save(root / "based", state, options=based)
+    shutil.copytree(root / "run", away)
+
+    def forge(step, number, url):
+        path = root / "run" / str(step) / "checkpoint.json"
+        record = opened_envelope(path)
+        record["bases"][number]["url"] = url
+        path.write_bytes(seal(record, DIFFERENCE_VERSION))
+
+    roots = Roots([f"lab={root}"])
+    roots.check(shardckpt.open(root / "based"))
+    forge(3, 0, (away / "2").as_uri())
+    roots.check(shardckpt.open(root / "run" / "4"))
+    with pytest.raises(FormatError, match="is not in the chain of the version that is read"):
+        shardckpt.open(root / "run" / "4").read("w")
+    assert 3 not in [one.step for one in fold(root / "run")]
+    # The chain of a base is not among the bases of the checkpoint.
+    forge(5, 0, (away / "4").as_uri())
+    with pytest.raises(FormatError, match="4 lies outside of the roots"):
+        roots.check(shardckpt.open(root / "based"))
+
+
 def test_bodies_headers_and_idle_connections_have_limits(runs, monkeypatch):
     monkeypatch.setattr(server, "_REQUEST_SECONDS", 1.5)
     monkeypatch.setattr(guard, "_BODY_SECONDS", 1.0)
