@@ -184,12 +184,9 @@ class Roots:
             )
             self._need(needs, place, message, based=True)
             self._check_links(place, needs, based=True)
-            if (
-                base.compression == "difference" and not base.contents
-            ):  # its chain is not in `bases`
-                self._check_bases(
-                    place, base_record(here, base, "a tensor")[1].structure.chain, needs
-                )
+            if base.compression == "difference" and not base.contents:
+                _, record = base_record(here, base, "a tensor")
+                self._check_bases(place, record.structure.chain, needs)
 
     def check_needs(self, needs: Needs) -> None:
         """Check that the user may read all that a checkpoint needs from other roots.

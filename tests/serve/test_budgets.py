@@ -196,9 +196,9 @@ def test_verifications_of_checkpoints_that_are_gone_are_forgotten(tmp_path):
         tally = lab.service.upkeep.tally
         tally.forget_gone()
         # A checkpoint may be away for a moment.
-        assert len(lab.service.upkeep.journal.verified_besides((), 9999)) == 3002
+        assert len(lab.service.upkeep.journal.verified_besides((), 9999, ("lab",))) == 3002
         tally.forget_gone()
-        assert lab.service.upkeep.journal.verified_besides((), 9999) == {"lab/a/2"}
+        assert lab.service.upkeep.journal.verified_besides((), 9999, ("lab",)) == {"lab/a/2"}
         lab.service.wait_until(lambda: lab.ask("/v1/scrub").json["due"] == 0)
 
 

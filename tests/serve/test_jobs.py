@@ -649,6 +649,14 @@ def test_a_run_with_two_ids_is_ruled_by_none(tmp_path):
         assert "is also 'lab/prod'" in lab.run("retain", run="lab/alias")["error"]["message"]
 
 
+def test_verifications_that_never_end_are_kept_in_bounded_number(tmp_path):
+    jobs = Journal(tmp_path)
+    for i in range(30):
+        jobs.begin_verification("lab/a/1", "x", i)
+    assert len(jobs.verifications("lab/a/1")) == 20
+    jobs.close()
+
+
 def test_cancelled_verifications_do_not_push_out_found_damage(tmp_path):
     jobs = Journal(tmp_path)
     one = jobs.begin_verification("lab/a/1", "x", 1)

@@ -246,6 +246,21 @@ def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
     journal.close()
 
 
+def test_verifications_of_a_root_that_is_not_served_now_are_not_forgotten(tmp_path):
+    save_run(tmp_path / "lab" / "a", (1,))
+    catalogue, journal = Catalogue(tmp_path / "state"), Journal(tmp_path / "state")
+    for ident in ("lab/a/1", "lab/a/2", "attic/a/1"):
+        journal.begin_verification(ident, "x", None)
+    scanner = Scanner(Roots([f"lab={tmp_path / 'lab'}"]), catalogue)
+    scanner.scan()
+    tally = Tally(journal, catalogue, scanner, 3600.0)
+    tally.forget_gone()
+    tally.forget_gone()
+    assert {one.id for one in journal.verifications()} == {"lab/a/1", "attic/a/1"}
+    catalogue.close()
+    journal.close()
+
+
 @pytest.mark.long
 def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5))  # the loss falls: 1 is the best by "max"

@@ -275,7 +275,7 @@ class Journal(JournalDatabase):
             last = f"SELECT max(number) FROM verifications WHERE id = ? AND {COMPLETE}"  # noqa: S608
             self._write(
                 f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number "  # noqa: S608
-                f"NOT IN ({last})",
+                f"IS NOT ({last})",
                 (ident, ident, _MOST_VERIFICATIONS, ident),
             )
             return self._verifications("WHERE number = ?", (number,))[0]
@@ -353,18 +353,19 @@ class Journal(JournalDatabase):
             attempts |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, batch)}
         return attempts
 
-    def verified_besides(self, known: Container[str], most: int) -> set[str]:
+    def verified_besides(self, known: Container[str], most: int, roots: Container[str]) -> set[str]:
         """Ids of other checkpoints than the known ones that verifications are of, at most so many.
 
-        Raises StorageError.
+        Only those of some roots, by name. Raises StorageError.
         """
         others: set[str] = set()
         sql = "SELECT DISTINCT id FROM verifications WHERE id > ? ORDER BY id LIMIT ?"
         ids = [""]
         while ids and len(others) < most:
             ids = [ident for (ident,) in self._all(sql, (ids[-1], _BATCH))]
+            mine = (ident for ident in ids if ident.partition("/")[0] in roots)
             others.update(
-                islice((ident for ident in ids if ident not in known), most - len(others))
+                islice((ident for ident in mine if ident not in known), most - len(others))
             )
         return others
 

@@ -123,7 +123,7 @@ class Tally(BackgroundWork):
     def forget_gone(self) -> None:
         """Forget verifications of checkpoints that are gone now and were gone at the last call.
 
-        Raises StorageError.
+        Those of roots that are not served now stay. Raises StorageError.
         """
         if (
             not self._scanner.complete.is_set()
@@ -134,7 +134,7 @@ class Tally(BackgroundWork):
         there = {
             ident for root in self._scanner.root_names for ident in self._catalogue.idents(root)
         }
-        gone = self._journal.verified_besides(there, _MOST_GONE)
+        gone = self._journal.verified_besides(there, _MOST_GONE, self._scanner.root_names)
         forgotten = sorted(gone & self._gone)
         for first in range(0, len(forgotten), _FORGET):
             if self._stopped.is_set():
