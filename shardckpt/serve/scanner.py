@@ -114,9 +114,8 @@ class Scanner(BackgroundWork):
         """One cycle. Errors of the storage are noted by root; what was known of it stays."""
         if self._catalogue.renewed():
             self._seen.clear()
-        announced, self._announced = self._announced, set()
-        for ident in announced:
-            for above in _upto(ident):
+        while self._announced:  # others add to it meanwhile
+            for above in _upto(self._announced.pop()):
                 if above in self._seen:
                     self._seen[above].due, self._seen[above].version = 0.0, None
         for name, root in self._roots.places.items():
@@ -129,6 +128,7 @@ class Scanner(BackgroundWork):
                 if self.problems.get(name) != str(e):
                     _log.warning("root %s: %s", name, e)
                 self.problems[name] = str(e)
+                self._fresh.add(name)  # what this cycle has found to be gone may still have rows
         self.complete.set()
 
     def _settle(self, name: str, gone: set[str], *, lost: bool) -> None:

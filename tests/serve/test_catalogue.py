@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -316,6 +318,53 @@ def test_a_catalogue_that_could_not_be_made_anew_is_made_at_the_next_scan(tmp_pa
     assert catalogue.renewed()
     assert not catalogue.renewed()
     catalogue.close()
+
+
+def test_what_is_read_while_a_catalogue_is_made_anew_leaves_no_connection_to_the_old_one(scanned):
+    root, catalogue, _, ids = scanned
+    popped, made_anew = threading.Event(), threading.Event()
+
+    class Busy(Catalogue):
+        def _make(self):
+            database = super()._make()
+            if reader.ident is None:
+                reader.start()
+                assert popped.wait(10)
+            return database
+
+        def _connection(self, *args):
+            connection = super()._connection(*args)
+            if threading.current_thread() is reader:
+                popped.set()
+                assert made_anew.wait(10)
+            return connection
+
+    save(root / "1")
+    assert len(ids()) == 1
+    reader = threading.Thread(target=catalogue.totals)
+    catalogue.__class__ = Busy
+    for file in catalogue._path.parent.glob("catalogue*"):
+        file.unlink()
+    assert catalogue.renewed()
+    made_anew.set()
+    reader.join()
+    assert catalogue.totals() == {}
+
+
+def test_what_is_gone_while_the_catalogue_cannot_be_written_goes_later(scanned):
+    root, catalogue, scanner, ids = scanned
+    for name in ("1", "2"):
+        save(root / name)
+    assert len(ids()) == 2
+    with sqlite3.connect(catalogue._path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        catalogue._writer.execute("PRAGMA busy_timeout = 10")
+        shutil.rmtree(root / "1")
+        scanner.scan()
+        assert "cannot be written" in scanner.problems["lab"]
+    other.close()
+    assert ids() == ["lab/2"]
+    assert not scanner.problems
 
 
 def test_new_checkpoints_are_seen_within_seconds_and_announced_ones_at_once(tmp_path, monkeypatch):
