@@ -24,7 +24,7 @@ from shardckpt.serve.access.identity import may_read, readable
 from shardckpt.serve.catalogue.query import NO_STEP, cursor_of, has_encoding, like, position_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.runs.catalog import CatalogEntry
@@ -92,8 +92,7 @@ class Catalogue:
                 "another file system."
             ) from e
         self._idle: list[sqlite3.Connection] = []
-        """Connections for reading that no thread uses."""
-        self._generation = 0
+        """Connections for reading that no thread uses; another list for each database."""
         self._damaged = False
         self._fd = -1
         self._writer = self._make()
@@ -122,10 +121,11 @@ class Catalogue:
         with suppress(sqlite3.Error):
             self._writer.close()
         self._close_file()
+        old = self._idle
         self._writer = self._make()
-        old, self._idle = self._idle, []
-        for db in old:
-            db.close()
+        with suppress(IndexError):
+            while True:
+                old.pop().close()
         return True
 
     def replace(self, entries: Mapping[str, tuple[str, CatalogEntry]], gone: Iterable[str]) -> None:
@@ -187,7 +187,7 @@ class Catalogue:
         with storage_errors("open", self._path):
             self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         self._damaged = False
-        self._generation += 1
+        self._idle = []
         return db
 
     # --- reading, by any thread
@@ -272,14 +272,11 @@ class Catalogue:
             rows
         ) > limit else None
 
-    def all_runs(self) -> Iterator[str]:
+    def all_runs(self) -> list[str]:
         """The ids of all runs. Raises StorageError."""
-        cursor = None
-        while True:
-            page, cursor = self.runs(None, MOST_ROWS, cursor)
-            yield from (one["run"] for one in page)
-            if cursor is None:
-                return
+        mine, names = readable("id")
+        sql = f"SELECT DISTINCT run FROM checkpoints WHERE {mine} ORDER BY run"  # noqa: S608
+        return [run for (run,) in self._read(sql, names)]
 
     def recent(self, run: str, most: int) -> list[dict[str, Any]]:
         """The last committed steps of a run that are not superseded, in order.
@@ -392,9 +389,9 @@ class Catalogue:
 
     def _read(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         for last in (False, True):
-            db, generation = None, self._generation
+            db, idle = None, self._idle
             try:
-                db = self._connection()
+                db = self._connection(idle)
                 rows = list(db.execute(sql, values))
             except sqlite3.Error as e:
                 if db is not None:
@@ -405,16 +402,16 @@ class Catalogue:
                         f"the catalogue cannot be read now ({e}); the next scan makes it anew."
                     ) from e
                 continue
-            if generation == self._generation and len(self._idle) < _MOST_IDLE:
-                self._idle.append(db)
+            if idle is self._idle and len(idle) < _MOST_IDLE:
+                idle.append(db)
             else:
                 db.close()
             return rows
         raise AssertionError
 
-    def _connection(self) -> sqlite3.Connection:
+    def _connection(self, idle: list[sqlite3.Connection]) -> sqlite3.Connection:
         with suppress(IndexError):
-            return self._idle.pop()
+            return idle.pop()
         return sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
 
 
