@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit.attempts import is_attempt_name
+from shardckpt.commit.attempts import is_attempt_name, unfolded
 from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
@@ -69,7 +69,7 @@ def zarr(service: Service, path: str) -> ByteSource:
     """Read a document or chunk of a checkpoint as a zarr hierarchy."""
     ident, key = service.opened.resolve(path)
     opened = service.opened.get(ident)
-    tag = service.tag(opened.attempt, "zarr", key)
+    tag = service.tag(unfolded(opened.attempt), "zarr", key)
     document = opened.keys.document(key)
     if document is not None:
         return of_bytes(document, tag, _JSON)

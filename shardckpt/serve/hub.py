@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
+from shardckpt.commit.attempts import unfolded
 from shardckpt.convert.options import below
 from shardckpt.errors import NotFoundError
 from shardckpt.io.store import Store
@@ -153,7 +154,7 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
 
 
 def _commit(attempt: str, options: Mapping[str, Any]) -> str:
-    return Service.tag(attempt, repr(sorted(options.items())))
+    return Service.tag(unfolded(attempt), repr(sorted(options.items())))
 
 
 def _may_have(entry: Mapping[str, Any], commit: str) -> bool:

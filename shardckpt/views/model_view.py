@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.commit.attempts import unfolded
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
@@ -82,9 +83,9 @@ class ModelView:
     def identity(self) -> str:
         """Hexadecimal digest, which is equal only for equal bytes of the files.
 
-        It covers the attempt, the headers, the small files, and which elements make the tensors.
+        It covers the save, the headers, the small files, and which elements make the tensors.
         """
-        digest = hashlib.sha256(json.dumps([self.checkpoint.record.attempt]).encode())
+        digest = hashlib.sha256(json.dumps([unfolded(self.checkpoint.record.attempt)]).encode())
         small = self._model.small
         for name, size in self.sizes.items():
             digest.update(

@@ -26,6 +26,7 @@ from shardckpt import SaveOptions
 from shardckpt.errors import FormatError
 from shardckpt.runs import pinning
 from shardckpt.serve import sources
+from shardckpt.versions.folding import fold
 
 FILE = "/files/lab/llama/10/model.safetensors"
 
@@ -340,6 +341,29 @@ def test_a_file_beside_a_run_is_listed_if_it_is_served(tmp_path):
         assert {"config.json", "tokenizer.json"} & listed == {"config.json"}
         for name, status in (("config.json", 200), ("tokenizer.json", 404)):
             assert service.ask(f"/lab/run/resolve/main/{name}").status == status
+
+
+@pytest.mark.long
+def test_commits_and_tags_of_a_version_are_the_same_after_it_is_folded(tmp_path):
+    run = tmp_path / "run"
+    with shardckpt.Publisher(run, keep=None, anchor_every=64, catch_up=None) as publisher:
+        for step in range(10):
+            publisher.publish(step, {"model": {"w": np.arange(999.0) + (np.arange(999) < step)}})
+            publisher.wait()
+    with serving(("lab", tmp_path)) as service:
+        commit = service.get("/api/models/lab/run/revision/step-3")["sha"]
+        paths = (
+            f"/lab/run/resolve/{commit}/model.safetensors",
+            "/files/lab/run/3/model.safetensors",
+            "/zarr/lab/run/3/zarr.json",
+            "/zarr/lab/run/3/model/w/c/0",
+        )
+        before = [service.ask(path) for path in paths]
+        assert 3 in [one.step for one in fold(run)]
+        for path, old in zip(paths, before, strict=True):
+            new = service.ask(path)
+            assert (new.status, new.body) == (old.status, old.body) == (200, old.body)
+            assert new.headers["etag"] == old.headers["etag"], path
 
 
 @pytest.mark.long
