@@ -62,6 +62,7 @@ _DTYPES = ("", "float32", "bfloat16", "float16")
 _STEP = re.compile(r"(?:step-)?(\d{1,15})", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _PART = "model/"
+_MOST_COMMITS = 10_000
 
 
 class _Model(NamedTuple):
@@ -147,6 +148,9 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
             options = part | ({"dtype": one} if one else {})
             commit = _commit(opened.attempt, options)
             if not _COMMIT.fullmatch(name) or commit == name:
+                if len(service.commits) >= _MOST_COMMITS:
+                    service.commits.clear()
+                service.commits[run, commit] = entry["id"]
                 return _Model(
                     entry["id"], run, commit, entry["created"], service.opened.view(opened, options)
                 )
@@ -173,6 +177,12 @@ def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str
         )
         yield from service.catalogue.checkpoints(query)[0]
         return
+    # A client asks for each file by its commit: do not look for that among all steps each time.
+    known = service.commits.get((run, revision))
+    for entry in service.catalogue.find([known]) if known is not None else ():
+        if entry["state"] == "committed" and _may_have(entry, revision):
+            yield entry
+            return
     cursor = None
     while True:
         query = CheckpointQuery(

@@ -70,6 +70,8 @@ class Service:
         """Those who wait for versions, by the id of the run."""
         self.listeners: Counter[str] = Counter()
         """Their number, by user."""
+        self.commits: dict[tuple[str, str], str] = {}
+        """The id of the checkpoint by run and commit of a model, for some that were asked for."""
         self.closing = threading.Event()
         """Set when the service is about to end, so that streams end."""
 

@@ -20,12 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 from serving import save_run, serving
+from starlette.exceptions import HTTPException
 
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import FormatError
 from shardckpt.runs import pinning
-from shardckpt.serve import sources
+from shardckpt.serve import hub, sources
+from shardckpt.serve.options import ServeOptions
+from shardckpt.serve.service import Service
 from shardckpt.versions.folding import fold
 
 FILE = "/files/lab/llama/10/model.safetensors"
@@ -341,6 +344,29 @@ def test_a_file_beside_a_run_is_listed_if_it_is_served(tmp_path):
         assert {"config.json", "tokenizer.json"} & listed == {"config.json"}
         for name, status in (("config.json", 200), ("tokenizer.json", 404)):
             assert service.ask(f"/lab/run/resolve/main/{name}").status == status
+
+
+def test_a_file_by_commit_is_looked_for_among_all_steps_once(tmp_path, monkeypatch):
+    save_run(tmp_path / "lab" / "run", (1, 2, 3))
+    service = Service(ServeOptions(roots=(f"lab={tmp_path / 'lab'}",)))
+    service.scanner.scan()
+    commit = hub.api(service, "lab/run/revision/step-2")["sha"]
+    pages, checkpoints = [], service.catalogue.checkpoints
+
+    def counted(query):
+        pages.append(query)
+        return checkpoints(query)
+
+    monkeypatch.setattr(service.catalogue, "checkpoints", counted)
+    assert hub.resolve(service, "lab/run", f"{commit}/model.safetensors").size > 0
+    assert not pages
+    # What replaces it has another commit.
+    again = SaveOptions(overwrite=True)
+    shardckpt.save(tmp_path / "lab" / "run" / "2", {"w": np.ones(3)}, options=again)
+    service.scanner.scan()
+    with pytest.raises(HTTPException, match="no revision"):
+        hub.resolve(service, "lab/run", f"{commit}/model.safetensors")
+    service.close()
 
 
 @pytest.mark.long
