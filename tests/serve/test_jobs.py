@@ -26,6 +26,7 @@ from shardckpt.serve.jobs import database, journal, runner
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.options import ServeOptions
+from shardckpt.serve.roots import Roots
 from shardckpt.serve.service import Service
 
 
@@ -310,6 +311,20 @@ def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
         "message": "its process ended with signal 9; the log has more.",
     }
     assert job["tries"] == 3
+
+
+def test_what_programs_that_a_job_starts_print_is_not_taken_for_its_result(tmp_path, monkeypatch):
+    printing = (
+        "import os; from dataclasses import replace; from shardckpt.serve.jobs import operations; "
+        "operations.OPERATIONS['pin'] = replace(operations.OPERATIONS['pin'], "
+        "run=lambda work: {'status': os.system('echo printed')}); "
+    )
+    monkeypatch.setattr(runner, "_WORKER", printing + runner._WORKER)
+    process = runner.JobProcess(tmp_path / "jobs", Roots([f"lab={tmp_path}"]), {})
+    request = {"operation": "pin", "arguments": {}, "job": 1, "who": "ann"}
+    request |= {"again": False, "resume": {}}
+    end = process.run("1", request, progress=lambda done, total: None)
+    assert (end.result, end.error) == ({"status": 0}, None)
 
 
 def test_a_job_that_the_service_is_killed_by_again_and_again_fails(tmp_path, webhook_receiver):

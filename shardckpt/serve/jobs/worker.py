@@ -34,7 +34,9 @@ _PROGRESS_SECONDS = 0.2
 
 def main(lock: str) -> int:
     """Run one job; return the exit status."""
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not a message
+    # What libraries and the programs that they start print is not a message.
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 1
