@@ -287,6 +287,31 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     same(lab.root / "one" / "1", lab.root / "llama" / "10")
 
 
+def test_places_of_jobs_that_wait_for_others_to_end_are_not_looked_at(tmp_path):
+    class Counted(Roots):
+        located = 0
+
+        def locate(self, ident):
+            Counted.located += 1
+            return super().locate(ident)
+
+    for name in ("lab", "state"):
+        (tmp_path / name).mkdir()
+    about = {"subject": "lab/a/1", "who": "ann", "key": None}
+    with closing(Journal(tmp_path / "state")) as jobs:
+        jobs_of = runner.JobRunner(
+            jobs, tmp_path / "state", Counted([f"lab={tmp_path / 'lab'}"]), at_once=1, options={}
+        )
+        rows = [
+            jobs.add("copy", {"to": n}, {}, destination=f"lab/b/{n}", **about)[0] for n in range(20)
+        ]
+        jobs_of._running[rows[0].number] = rows[0], None, threading.current_thread()
+        jobs.begin(rows[0].number)
+        jobs_of._start_queued()
+        assert [*jobs_of.waits_for.values()] == ["other jobs run"] * 19
+        assert Counted.located == 0
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("impatient")
 def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):

@@ -284,13 +284,15 @@ class JobRunner(BackgroundWork):
         if job.number in self._running:
             return "it is about to be started again"
         running = [one for one, _, _ in self._running.values()]
-        same = next((one for one in running if self._clash(one, job)), None)
+        quick = OPERATIONS[job.operation].quick
+        full = sum(OPERATIONS[one.operation].quick == quick for one in running) >= (
+            _QUICK if quick else self._at_once
+        )
+        # A job that there is no room for is not worth a look at the storage.
+        same = next((one for one in running if self._clash(one, job, look=not full)), None)
         if same is not None:
             return f"job {same.number} writes to the same place"
-        quick = OPERATIONS[job.operation].quick
-        if sum(OPERATIONS[one.operation].quick == quick for one in running) >= (
-            _QUICK if quick else self._at_once
-        ):
+        if full:
             return "other jobs run"
         left = self._not_before.get(job.number, 0.0) - time.monotonic()
         if left > 0:
@@ -307,10 +309,16 @@ class JobRunner(BackgroundWork):
             return False
         return True
 
-    def _clash(self, one: JobRow, other: JobRow) -> bool:
-        """Whether two jobs write to one place, or one of them below the place of the other."""
+    def _clash(self, one: JobRow, other: JobRow, *, look: bool) -> bool:
+        """Whether two jobs write to one place, or one of them below the place of the other.
+
+        `look`: also if links give the place another id.
+        """
         if one.destination is None or other.destination is None:
             return False
+        if not look:
+            ids = sorted([f"{one.destination}/", f"{other.destination}/"])
+            return ids[1].startswith(ids[0])
         try:
             a, b = self._roots.locate(one.destination), self._roots.locate(other.destination)
         except ShardckptError:  # the process will say why
