@@ -31,7 +31,7 @@ from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, is_attempt, same_elements
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.markers import MARKERS
-from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
+from shardckpt.commit.publish import RECORD, clear_place, put_tombstone, record_digest
 from shardckpt.commit.small_tensors import SMALL_TABLE
 from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
@@ -148,12 +148,13 @@ def renew(store: Store, attempt: str) -> bool:
     raise StorageError(f"cannot mark {store}: {CONTENDED}; try again.")
 
 
-def bury(store: Store, reason: str, first: str | None) -> str | None:
+def bury(store: Store, reason: str, first: str | None, digest: str | None = None) -> str | None:
     """Put a tombstone in place of the record.
 
     Return the attempt that the record named, None if that is not known.
 
-    If `first` is an attempt, a record that names another one with other elements stays.
+    If `first` is an attempt, a record that names another one with other elements stays. If there is
+    a `digest`, a record with another one stays, unless it is empty.
     """
     for _ in range(ROUNDS):
         data, generation = store.read_versioned(RECORD)
@@ -171,7 +172,8 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
             raise NotFoundError(NO_CHECKPOINT.format(store))
         if record.is_tombstone:
             return first
-        if first is not None and not same_elements(first, named):
+        another = data and digest is not None and record_digest(data) != digest
+        if another or (first is not None and not same_elements(first, named)):
             raise ReplacedError(
                 f"{store}: another checkpoint has taken its place; nothing was deleted."
             )

@@ -160,7 +160,7 @@ def delete(
     _check_seconds(grace)
     store = Store.open(parse(url))
     store.check_replaces("delete")
-    _check_no_base(store)
+    check_no_base(store)
     return delete_place(store, reason=reason, grace=grace, attempt=attempt)
 
 
@@ -247,7 +247,12 @@ def _kept(orphans: Sequence[Collected], reason: str) -> list[Collected]:
 
 
 def delete_place(
-    store: Store, *, reason: str, grace: float, attempt: str | None = None
+    store: Store,
+    *,
+    reason: str,
+    grace: float,
+    attempt: str | None = None,
+    record: str | None = None,
 ) -> list[Collected]:
     """Delete the checkpoint at one place; then collect everything else there.
 
@@ -258,6 +263,7 @@ def delete_place(
         reason: for people who look for the checkpoint later.
         grace: as for `collect_place`; the checkpoint itself is deleted whatever its age.
         attempt: the attempt that is to be deleted; None: whichever the record names.
+        record: digest of the record that is to be deleted; None: any record.
 
     Returns:
         The outcome for all attempts there except the checkpoint's own; that one is included if it
@@ -265,13 +271,13 @@ def delete_place(
 
     Raises:
         NotFoundError: there is no checkpoint.
-        ReplacedError: another checkpoint has just replaced it, or `attempt` is not there; nothing
-            was deleted.
+        ReplacedError: another checkpoint has just replaced it, or `attempt` or `record` is
+            not there; nothing was deleted.
         VersionError: the checkpoint there comes from a newer version.
         OptionError: it is pinned or tagged.
         StorageError: the storage failed.
     """
-    named = bury(store, reason, attempt)
+    named = bury(store, reason, attempt, record)
     left = []
     if named is not None and f"{named}/" in store.list_children():
         data = Collected(store.location, named, "removed")
@@ -295,7 +301,7 @@ def check_exists(url: str | os.PathLike[str]) -> None:
         raise NotFoundError(NO_CHECKPOINT.format(store))
 
 
-def _check_no_base(store: Store) -> None:
+def check_no_base(store: Store) -> None:
     """Refuse to delete a checkpoint that others in the same directory name as their base.
 
     Others elsewhere are not found.

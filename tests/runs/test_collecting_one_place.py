@@ -16,7 +16,14 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.attempts import attempts, is_attempt, places
 from shardckpt.commit.markers import PINNED, SUPERSEDED
-from shardckpt.commit.publish import RECORD, clear_place, hold_place, publish, read_prior
+from shardckpt.commit.publish import (
+    RECORD,
+    clear_place,
+    hold_place,
+    publish,
+    read_prior,
+    record_digest,
+)
 from shardckpt.errors import (
     AlreadyExistsError,
     FormatError,
@@ -514,6 +521,22 @@ def test_a_checkpoint_that_came_meanwhile_is_not_deleted_in_place_of_the_one_tha
     with pytest.raises(ReplacedError, match="nothing was deleted"):
         delete(disk, reason="test", grace=0)
     np.testing.assert_array_equal(shardckpt.restore(disk.location.url)["w"], np.full(9, 2))
+
+
+def test_a_good_record_that_is_put_back_meanwhile_is_not_deleted_in_place_of_the_damaged_one(
+    disk, monkeypatch
+):
+    save(disk)
+    good = disk.read(RECORD)
+    disk.write(RECORD, good[:-9])
+    damaged = record_digest(good[:-9])
+    just_before_the_tombstone(monkeypatch, functools.partial(disk.write, RECORD, good))
+    with pytest.raises(ReplacedError, match="nothing was deleted"):
+        delete(disk, reason="test", grace=0, record=damaged)
+    assert shardckpt.open(disk.location.url).verify().ok
+    disk.write(RECORD, good[:-9])
+    delete(disk, reason="test", grace=0, record=damaged)
+    assert disk.list_children() == []
 
 
 def test_a_collection_in_between_does_not_keep_a_checkpoint_from_being_deleted(disk, monkeypatch):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit.publish import RECORD, published_attempt, record_digest
+from shardckpt.commit.publish import RECORD
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.convert.options import ImportOptions, SafetensorsOptions
@@ -22,7 +22,6 @@ from shardckpt.errors import (
     FormatError,
     NotFoundError,
     OptionError,
-    ReplacedError,
     VersionError,
 )
 from shardckpt.io.store import Store
@@ -185,15 +184,15 @@ def delete(
     store = Store.open(work.roots.locate(checkpoint))
     if work.again and not store.exists(RECORD):  # an earlier start has deleted it
         return {"deleted": True, "left": []}
-    if (
-        attempt is None
-        and record_digest(store.read_versioned(RECORD)[0]) != record
-        and not (work.again and _is_tombstone(store))
-    ):
-        raise ReplacedError(
-            f"{store}: it has changed since the request to delete it; nothing was deleted."
-        )
-    left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
+    store.check_replaces("delete")
+    collecting.check_no_base(store)
+    left = collecting.delete_place(
+        store,
+        reason=f"{reason} ({work.who})",
+        grace=collecting.GRACE,
+        attempt=attempt,
+        record=None if attempt is not None else record or "none",
+    )
     return {
         "deleted": True,
         "left": [
@@ -202,13 +201,6 @@ def delete(
             if one.outcome != "removed"
         ],
     }
-
-
-def _is_tombstone(store: Store) -> bool:
-    try:
-        return published_attempt(store) is None
-    except FormatError:
-        return False
 
 
 def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]:
