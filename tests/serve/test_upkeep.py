@@ -19,6 +19,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError
 from shardckpt.io.store import Store
+from shardckpt.runs.ended import ended as read_mark
 from shardckpt.runs.ended import mark_ended
 from shardckpt.serve.catalogue.catalogue import Catalogue
 from shardckpt.serve.jobs import keeper, operations, webhook
@@ -345,6 +346,40 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         ]
         assert len(list((tmp_path / "runs" / "going").iterdir())) == 3
         assert looked() == [("done", "lab/a", dry, "rules"), first]
+
+
+def test_dry_runs_of_users_do_not_put_off_the_deletion_by_the_keeper(tmp_path):
+    save_run(tmp_path / "lab" / "a", (1, 2))
+    mark_ended(Store.open(tmp_path / "lab" / "a"), "ann")
+    (tmp_path / "rules.toml").write_text(RULES)
+    roots, rules = Roots([f"lab={tmp_path / 'lab'}"]), RetentionRules.read(tmp_path / "rules.toml")
+    catalogue, jobs = Catalogue(tmp_path / "state"), Journal(tmp_path / "state")
+    Scanner(roots, catalogue).scan()
+    upkeeper = keeper.Keeper(jobs, catalogue, roots, rules)
+    upkeeper._not_before = time.monotonic()
+
+    def end(job):
+        mark = read_mark(Store.open(tmp_path / "lab" / "a")).when
+        steps = [{"name": "1", "attempt": "x"}]
+        jobs.begin(job.number)
+        jobs.end(job.number, "done", result={"dry": True, "ended": mark, "steps": steps})
+
+    def add(who):
+        about = {"subject": "lab/a", "destination": None, "who": who, "key": None}
+        return jobs.add("retain", {}, {"run": "lab/a", "apply": None}, **about)[0]
+
+    upkeeper.look()
+    (dry,) = jobs.jobs()
+    end(dry)
+    moved = (dt.datetime.now(dt.UTC) - dt.timedelta(hours=25)).isoformat(timespec="seconds")
+    jobs._db.execute("UPDATE jobs SET ended = ?", (moved,))
+    for _ in range(3):
+        end(add("ann"))
+    upkeeper.look()
+    last = jobs.jobs()[0]
+    assert (last.who, last.arguments["apply"]) == ("rules", dry.number)
+    catalogue.close()
+    jobs.close()
 
 
 def test_a_run_of_any_length_is_listed_in_parts(tmp_path, monkeypatch):

@@ -159,6 +159,7 @@ class Journal(JournalDatabase):
         state: str | None = None,
         operation: str | None = None,
         subject: str | None = None,
+        who: str | None = None,
         before: int | None = None,
         limit: int = 100,
     ) -> list[JobRow]:
@@ -168,6 +169,7 @@ class Journal(JournalDatabase):
             state: only those in this state.
             operation: only those of this operation.
             subject: only those about this id, or that write to it.
+            who: only those of this user.
             before: only those with smaller numbers.
             limit: most jobs.
 
@@ -176,7 +178,8 @@ class Journal(JournalDatabase):
         """
         mine, names = _readable()
         terms, values = [mine, "number < ?"], [*names, before if before is not None else (1 << 62)]
-        for term, value in (("state = ?", state), ("operation = ?", operation)):
+        equal = (("state = ?", state), ("operation = ?", operation), ("who = ?", who))
+        for term, value in equal:
             if value is not None:
                 terms.append(term)
                 values.append(value)

@@ -72,9 +72,11 @@ class Keeper(BackgroundWork):
     def _next(self, run: str, marked: str) -> None:
         """Start a dry run, or the deletion of what the last one lists.
 
-        A dry run from before the run was marked as ended, at the time `marked`, does not count.
+        A dry run from before the run was marked as ended, at the time `marked`, does not count, nor
+        do those that users start.
         """
-        last = next(iter(self._journal.jobs(operation="retain", subject=run, limit=1)), None)
+        mine = self._journal.jobs(operation="retain", subject=run, who=WHO, limit=1)
+        last = next(iter(mine), None)
         result = {} if last is None else last.result or {}
         if last is None or (last.state == "done" and result.get("ended") != marked):
             self._start(run, None)
