@@ -8,7 +8,10 @@ is that of `commit.remove`: a tombstone first, so a pin or a tag that comes in t
 
 from __future__ import annotations
 
+import math
+import time
 import tomllib
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +26,7 @@ from shardckpt.options import parse_duration
 from shardckpt.runs import cleaning
 from shardckpt.runs.catalog import CatalogEntry, catalog
 from shardckpt.runs.collecting import GRACE, delete_place
-from shardckpt.runs.ended import check_idle
+from shardckpt.runs.ended import check_idle, check_marked
 from shardckpt.runs.leases import LEASED, LeasedSteps
 from shardckpt.runs.measured import decode_metrics
 from shardckpt.runs.retention import (
@@ -41,10 +44,14 @@ from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.io.store import Store
 
+_FRESH = 5.0
+"""Least seconds between two looks at all places of a run."""
+_SHARE = 0.1
+"""Largest share of the time that these looks take."""
 _REASON = "not kept by the rules for ended runs"
 _NOT_LISTED = "it was not among the steps that the dry run listed"
 
@@ -145,10 +152,11 @@ def retain(
         FormatError: the mark of the end is damaged.
         StorageError: the storage failed before anything was deleted.
     """
-    going, left, entries = _survey(root, rule)
+    going, left, entries, users = _survey(root, rule)
     if expected is None:
         return RetentionReport(tuple(going), left)
-    known, leases = check_idle(root), LeasedSteps(root)
+    idle, leases = _Idle(root), LeasedSteps(root)
+    idle.check()
     names = {one.name for one in going}
     stays = {
         name: left.get(name, "the rules keep it now")
@@ -167,16 +175,12 @@ def retain(
         if progress is not None:
             progress(done, len(due))
         try:
-            check_idle(root, known)
+            idle.check()
             leased = one not in buried and step_of(one.name) in leases
         except (OptionError, CommitError, FormatError, StorageError) as e:
             failed |= {rest.name: str(e) for rest in due[done:]}
             break
-        dependants = [
-            name
-            for name, entry in entries.items()
-            if one.name in names_beside(entry.bases) and name != one.name
-        ]
+        dependants = [name for name in users[one.name] if name in entries]
         if leased:
             stays[one.name] = LEASED
             continue
@@ -197,6 +201,28 @@ def retain(
             progress(len(due), len(due))
     others = {one.name: _NOT_LISTED for one in going if one.name not in expected}
     return RetentionReport(tuple(deleted), failed | stays | others)
+
+
+class _Idle:
+    """The check that nobody saves to a run while steps of it are deleted.
+
+    All places are looked at from time to time, as a run may have many.
+    """
+
+    def __init__(self, root: Store) -> None:
+        self._root = root
+        self._known: dict[str, object] = {}
+        self._again = -math.inf
+
+    def check(self) -> None:
+        """Check; errors are those of `check_idle`."""
+        begun = time.monotonic()
+        if begun < self._again:
+            check_marked(self._root)
+            return
+        self._known = check_idle(self._root, self._known)
+        ended = time.monotonic()
+        self._again = ended + max(_FRESH, (ended - begun) / _SHARE)
 
 
 def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
@@ -222,12 +248,18 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
 
 def _survey(
     root: Store, rule: Retention
-) -> tuple[list[Doomed], dict[str, str], dict[str, CatalogEntry]]:
+) -> tuple[list[Doomed], dict[str, str], dict[str, CatalogEntry], dict[str, list[str]]]:
     """The steps to delete in order, the reasons that keep others, and all checkpoints by name.
 
-    The others stay although the rule gives them up.
+    The others stay although the rule gives them up. Also the checkpoints that store tensors in each
+    one, by its name.
     """
     entries = {entry.name: entry for entry in catalog(str(root.location)) if entry.name != "."}
+    bases = {name: names_beside(entry.bases) - {name} for name, entry in entries.items()}
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, those in bases.items():
+        for base in those:
+            users[base].append(name)
     steps = {
         step: _info(step, entry)
         for name, entry in entries.items()
@@ -247,7 +279,7 @@ def _survey(
             f"{few(unreadable)} cannot be read, and may store tensors in it; delete that first, "
             "or replace it with a backup"
         )
-        return [], dict.fromkeys(given_up, why), entries
+        return [], dict.fromkeys(given_up, why), entries, users
     left = {
         name: f"it is {Protection(info.pinned, info.tags)}"
         for name, info in given_up.items()
@@ -256,19 +288,14 @@ def _survey(
     stack = [*(entries.keys() - given_up.keys()), *left]
     while stack:
         name = stack.pop()
-        for base in (names_beside(entries[name].bases) & given_up.keys()) - left.keys():
-            left[base] = f"{name} stays, and needs it"
-            stack.append(base)
-    order: list[str] = []
-    rest = given_up.keys() - left.keys()
-    while rest:
-        named = {b for name in rest for b in names_beside(entries[name].bases) if b != name}
-        free = sorted(rest - named, key=int)
-        if not free:  # only in forged records
-            left |= dict.fromkeys(rest, "it and others store tensors in each other")
-            break
-        order += free
-        rest = rest - {*free}
+        for base in bases[name]:
+            if base in given_up and base not in left:
+                left[base] = f"{name} stays, and needs it"
+                stack.append(base)
+    going = given_up.keys() - left.keys()
+    order = _users_first(going, bases, users)
+    odd = going - {*order}  # only in forged records
+    left |= dict.fromkeys(odd, "it and others store tensors in each other")
     return (
         [
             Doomed(name, entries[name].attempt or "", entries[name].stored_bytes or 0)
@@ -276,7 +303,26 @@ def _survey(
         ],
         left,
         entries,
+        users,
     )
+
+
+def _users_first(
+    going: set[str], bases: Mapping[str, frozenset[str]], users: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """The steps to delete, each after all that store tensors in it.
+
+    Those that store tensors in each other are left out.
+    """
+    order: list[str] = []
+    left = Counter({name: len(users[name]) for name in going})
+    free = [name for name in going if not left[name]]
+    while free:
+        order += sorted(free, key=int)
+        uses = Counter(base for name in free for base in bases[name] if base in going)
+        left.subtract(uses)
+        free = [name for name in uses if not left[name]]
+    return order
 
 
 def _info(step: int, entry: CatalogEntry) -> StepInfo:
