@@ -214,9 +214,7 @@ def entries_at(
         except FormatError as e:  # too large to be read
             entry = CatalogEntry(name, place.location, "unreadable", reason=str(e))
     if entry is not None and entry.state != "deleted":
-        marks = protection(place, entry.attempt) if PINNED in children else Protection()
-        superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)
-        entry = replace(entry, pinned=marks.pinned, tags=marks.tags, superseded=superseded)
+        entry = with_markers(entry, place, children)
     begun = entry is not None and entry.state == "deleted" and entry.reason is None
     entries = (
         [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
@@ -230,6 +228,16 @@ def entries_at(
             if attempt != published
         ]
     return entries
+
+
+def with_markers(entry: CatalogEntry, place: Store, children: Sequence[str]) -> CatalogEntry:
+    """The entry of a checkpoint with its markers as they are now; for `children` see `entries_at`.
+
+    Raises StorageError.
+    """
+    marks = protection(place, entry.attempt) if PINNED in children else Protection()
+    superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)
+    return replace(entry, pinned=marks.pinned, tags=marks.tags, superseded=superseded)
 
 
 def _unfinished_entry(

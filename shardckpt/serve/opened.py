@@ -1,13 +1,12 @@
 """Open checkpoints and the views of them, kept for the next requests.
 
 A checkpoint that was replaced or deleted is noticed at the next request: on a disk when its record
-has another status and then another generation, elsewhere by the record's generation, which is asked
-for after `_TRUSTED` seconds.
+has another status, elsewhere by the record's generation, which is asked for after `_TRUSTED`
+seconds.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -31,7 +30,6 @@ from shardckpt.views.model_view import ModelView
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
-    from shardckpt.io.url import Location
     from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.roots import Needs, Roots
 
@@ -56,9 +54,8 @@ class Opened:
 
     ident: str
     checkpoint: Checkpoint
-    status: object
-    """On a disk: status of the record at the last look."""
-    version: bytes
+    token: object
+    """Token of the record (`Store.change_token`)."""
     checked: float
     needs: Needs
     """Roots that it needs."""
@@ -187,11 +184,8 @@ class OpenCheckpoints:
         place, now = known.checkpoint.location, time.monotonic()
         if not kind_of(place).near and now < known.checked + _TRUSTED:
             return known
-        status = _status(place)
-        if status is not None and status == known.status:
-            return known
-        if _version(place) == known.version:
-            known.checked, known.status = now, status
+        if Store.open(place).change_token(RECORD) == known.token:
+            known.checked = now
             return known
         return None
 
@@ -199,13 +193,13 @@ class OpenCheckpoints:
         with self._lock:  # what was there is gone, and must not hide those below it
             self._opened.pop(ident, None)
         place, now = self._roots.locate(ident), time.monotonic()
-        status, version = _status(place), _version(place)
+        token = Store.open(place).change_token(RECORD)
         checkpoint = Checkpoint(place)
         needs = self._roots.check(checkpoint)
         # A disk is read by few threads per request, as there are many requests; an object store
         # wants many reads at a time.
         checkpoint.limit_reading(threads=2 if kind_of(place).near else None, memory=_MEMORY)
-        opened = Opened(ident, checkpoint, status, version, now, needs)
+        opened = Opened(ident, checkpoint, token, now, needs)
         with self._lock:
             self._opened[ident] = opened
             while len(self._opened) > _MOST_OPEN:
@@ -242,22 +236,3 @@ def check_chunk(what: str, nbytes: int) -> None:
             f"{what} has chunks of {file_size(nbytes)}, and this service reads chunks of at most "
             f"{file_size(_LARGEST_CHUNK)}; `shardckpt reshard` writes smaller ones."
         )
-
-
-def _status(place: Location) -> object:
-    """Size, time and inode number of the record on a disk.
-
-    None: there is none, or the place is not on a disk.
-    """
-    if (path := place.local_path) is None:
-        return None
-    try:
-        stat = os.stat(f"{path}/{RECORD}")  # noqa: PTH116  (for each request; a Path takes ten times as long)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
-
-
-def _version(place: Location) -> bytes:
-    """The generation of the record at a place: another record has another one."""
-    return Store.open(place).read_versioned(RECORD)[1]

@@ -3,7 +3,8 @@
 A cycle goes through the directories below each root, level by level, and reads the commit records
 that are new or have changed. On a disk a record is read again when its time, or that of its
 directory, has changed. On an object store a committed checkpoint is looked at again after `_AGAIN`
-seconds, and a directory without checkpoints after `_EMPTY` seconds; announced ones at once.
+seconds, and a directory without checkpoints after `_EMPTY` seconds; announced ones at once. A
+record there is read again only if its generation has changed.
 
 A directory that cannot be read is passed over, and what was known of it stays. So do all rows of a
 root that has vanished.
@@ -24,7 +25,7 @@ from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.io.status import is_link
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
-from shardckpt.runs.catalog import entries_at
+from shardckpt.runs.catalog import entries_at, with_markers
 from shardckpt.runs.ended import ENDED
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.roots import DEPTH
@@ -58,6 +59,8 @@ class _Seen:
     """Directories below it that may hold checkpoints, by id."""
     entry: CatalogEntry | None = None
     version: tuple[int, ...] | None = None
+    token: object = None
+    """On an object store, from the second look on: token of the record (`Store.change_token`)."""
     due: float = 0.0
     """Time of the next scan, by the monotonic clock."""
 
@@ -192,7 +195,8 @@ class Scanner(BackgroundWork):
                 ) from e
             self._pass_over(ident, str(e))
             before = self._seen.get(ident, _Seen())
-            return _Seen(before.children, before.entry, None, time.monotonic() + _LONGEST_PAUSE)
+            due = time.monotonic() + _LONGEST_PAUSE
+            return _Seen(before.children, before.entry, due=due)
         self.passed_over.pop(ident, None)
         return seen
 
@@ -219,7 +223,13 @@ class Scanner(BackgroundWork):
             child for child, place in children.items() if not self._is_inside(child, place)
         ]:
             del children[child]
-        entry = self._entry(ident, store, listed)
+        before, token = self._seen.get(ident, _Seen()), None
+        if version is None and before.entry is not None:
+            token = store.change_token(RECORD)
+        if token is not None and token == before.token and before.entry.state == "committed":
+            entry: CatalogEntry | None = with_markers(before.entry, store, listed)
+        else:
+            entry = self._entry(ident, store, listed)
         now = time.monotonic()
         if (
             version is not None
@@ -238,7 +248,7 @@ class Scanner(BackgroundWork):
             )
         else:
             due = now
-        return _Seen(children, entry, version, due)
+        return _Seen(children, entry, version, token, due)
 
     def _entry(self, ident: str, store: Store, listed: list[str]) -> CatalogEntry | None:
         """The checkpoint at a place; otherwise its last unfinished attempt."""

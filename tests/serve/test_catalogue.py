@@ -15,6 +15,7 @@ from safetensors.numpy import load
 from serving import serving
 
 import shardckpt
+from shardckpt import SaveOptions
 from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.runs.collecting import delete
 from shardckpt.runs.pinning import pin, tag, unpin, untag
@@ -203,6 +204,47 @@ def test_on_an_object_store_a_tag_is_seen_when_it_is_announced(tmp_path):
     scanner.announce("lab/1")
     scanner.scan()
     assert [one["id"] for one in catalogue.checkpoints(CheckpointQuery(tag="best"))[0]] == ["lab/1"]
+    catalogue.close()
+
+
+def test_on_an_object_store_a_record_that_is_the_same_is_not_read_again(tmp_path, monkeypatch):
+    root = f"memory://{tmp_path.name}/runs"
+    save(f"{root}/1")
+    roots, reads = Roots([f"lab={root}"]), []
+    for name in ("read", "read_versioned"):
+        original = getattr(shardckpt.io.store.Store, name)
+
+        def counted(store, key, *args, original=original):
+            reads.append(key)
+            return original(store, key, *args)
+
+        monkeypatch.setattr(shardckpt.io.store.Store, name, counted)
+    catalogue = Catalogue(tmp_path / "state")
+    scanner = Scanner(roots, catalogue)
+
+    def entry():
+        scanner.announce("lab/1")
+        scanner.scan()
+        return catalogue.checkpoints(QUERY)[0][0]
+
+    first = entry()
+    assert entry() == first
+    reads.clear()
+    assert entry() == first
+    assert "checkpoint.json" not in reads
+    pin(f"{root}/1")
+    assert entry()["pinned"]
+    unpin(f"{root}/1")
+    assert not entry()["pinned"]
+    opened = OpenCheckpoints(roots, catalogue)
+    one = opened.get("lab/1")
+    reads.clear()
+    one.checked -= 60
+    assert opened.get("lab/1") is one
+    assert "checkpoint.json" not in reads
+    shardckpt.save(f"{root}/1", {"w": np.ones(9)}, options=SaveOptions(overwrite=True))
+    one.checked -= 60
+    assert opened.get("lab/1").attempt == entry()["attempt"] != first["attempt"]
     catalogue.close()
 
 
