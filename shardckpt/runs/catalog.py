@@ -35,6 +35,7 @@ from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import Location, parse
+from shardckpt.runs.job import PUBLISHED
 from shardckpt.runs.leftover import check_leftover
 from shardckpt.text import shorten
 
@@ -66,6 +67,8 @@ class CatalogEntry:
     """The attempt that the record names, or the unfinished one."""
     created: str | None = None
     """Time of the commit: UTC, ISO 8601, by the committer's clock."""
+    began: str | None = None
+    """Time at which a `Publisher` began the version; None: another program saved it."""
     layout: str | None = None
     """"packed" or "zarr"."""
     tensors: int | None = None
@@ -132,6 +135,7 @@ class CatalogEntry:
             "step": self.step,
             "attempt": self.attempt,
             "created": self.created,
+            "began": self.began,
             "layout": self.layout,
             "tensors": self.tensors,
             "bytes": self.nbytes,
@@ -298,6 +302,7 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
         "committed",
         attempt=_attempt(doc, where),
         created=_time(_require(doc, "created", str, where)),
+        began=_began(doc),
         layout=_require(doc, "layout", str, where),
         tensors=_require(totals, "tensors", int, where),
         nbytes=_require(totals, "bytes", int, where),
@@ -320,6 +325,13 @@ def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
         if (isinstance(value, int | float) and not isinstance(value, bool))
         or value in ("nan", "inf", "-inf")
     }
+
+
+def _began(doc: dict[str, Any]) -> str | None:
+    metadata = doc.get("metadata")
+    published = metadata.get(PUBLISHED) if isinstance(metadata, dict) else None
+    began = published.get("began") if isinstance(published, dict) else None
+    return _time(began) if isinstance(began, str) else None
 
 
 def _as_float(value: float) -> float | str:

@@ -83,6 +83,7 @@ class CheckpointEntry(TypedDict):
     step: int | None
     attempt: str | None
     created: str | None
+    began: str | None
     layout: str | None
     tensors: int | None
     bytes: int | None

@@ -224,10 +224,16 @@ class Scanner(BackgroundWork):
         ]:
             del children[child]
         before, token = self._seen.get(ident, _Seen()), None
-        if version is None and before.entry is not None:
+        entry = before.entry
+        if version is None and entry is not None:
             token = store.change_token(RECORD)
-        if token is not None and token == before.token and before.entry.state == "committed":
-            entry: CatalogEntry | None = with_markers(before.entry, store, listed)
+        if (
+            token is not None
+            and token == before.token
+            and entry is not None
+            and entry.state == "committed"
+        ):
+            entry = with_markers(entry, store, listed)
         else:
             entry = self._entry(ident, store, listed)
         now = time.monotonic()

@@ -45,7 +45,7 @@ from shardckpt.serve.pages.runs import RUN_ORDERS, run_page, run_state, runs_pag
 from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import text_of
 from shardckpt.serve.rhythm import COMMITS
-from shardckpt.serve.versions.following import began, readers
+from shardckpt.serve.versions.following import readers
 from shardckpt.serve.versions.page import MOST_SHOWN, versions_section
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _run(service: Service, request: Request, viewer: Viewer) -> str:
         CheckpointQuery(run=run, state="committed", descending=True, limit=MOST_SHOWN)
     )[0]
     sections = [
-        versions_section(newest, began(service, newest), readers(service, run)),
+        versions_section(newest, readers(service, run)),
         *_retention(service, run, viewer),
     ]
     return run_page(run, doc["checkpoints"], sums, doc["next"], asked, state, viewer, sections)

@@ -74,6 +74,7 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "step": 7,
         "attempt": "?",
         "created": "?",
+        "began": None,
         "layout": "packed",
         "tensors": 4,
         "bytes": 3872,

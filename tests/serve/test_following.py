@@ -17,7 +17,9 @@ from serving import serving
 
 import shardckpt
 from shardckpt.io.store import Store
+from shardckpt.runs.catalog import catalog
 from shardckpt.runs.leases import HeldLease, held_leases, leased_steps, write_lease
+from shardckpt.serve.versions.page import publishing_seconds, versions_section
 from shardckpt.versions import finding
 
 
@@ -202,6 +204,19 @@ def test_a_service_that_only_reads_writes_no_lease(tmp_path):
                 "--token-file FILE."
             ),
         )
+
+
+def test_lists_have_what_the_page_of_a_run_shows_of_its_versions(tmp_path):
+    with shardckpt.Publisher(tmp_path / "policy") as publisher:
+        publish(publisher, 0)
+    shardckpt.save(tmp_path / "saved" / "1", {"w": np.ones(3)})
+    (published,), (saved,) = (
+        [entry.to_json() for entry in catalog(tmp_path / name)] for name in ("policy", "saved")
+    )
+    assert 0 <= publishing_seconds(published["began"], published["created"]) < 100
+    assert " s<" in str(versions_section([{**published, "id": "lab/policy/0"}], []))
+    assert saved["began"] is None
+    assert versions_section([{**saved, "id": "lab/saved/1"}], []) is None
 
 
 @pytest.mark.browser

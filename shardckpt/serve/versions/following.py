@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
 from shardckpt.errors import NotFoundError, OptionError, ShardckptError, UrlError
 from shardckpt.io.store import Store
-from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
-from shardckpt.runs.job import PUBLISHED
 from shardckpt.runs.leases import held_leases, write_lease
 from shardckpt.serve.access.identity import may_read
 from shardckpt.serve.openapi import Parameter
@@ -28,7 +25,7 @@ from shardckpt.serve.problems import DocumentResponse
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -138,25 +135,3 @@ def readers(service: Service, run: str) -> list[HeldLease]:
         return held_leases(Store.open(service.roots.locate(run)))
     except ShardckptError:
         return []
-
-
-def began(service: Service, entries: Sequence[dict[str, Any]]) -> dict[str, str | None]:
-    """The times at which versions were begun, by their ids.
-
-    None for checkpoints that no `Publisher` made.
-    """
-    return dict(
-        zip(
-            (one["id"] for one in entries),
-            map_on_threads(partial(_began, service), entries),
-            strict=True,
-        )
-    )
-
-
-def _began(service: Service, entry: dict[str, Any]) -> str | None:
-    try:
-        published = service.opened.get(entry["id"]).checkpoint.metadata.get(PUBLISHED)
-    except ShardckptError:
-        return None
-    return str(published.get("began")) if isinstance(published, dict) else None

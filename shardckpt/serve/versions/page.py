@@ -10,7 +10,7 @@ from shardckpt.serve.rhythm import time_of
 from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardckpt.runs.leases import HeldLease
 
@@ -29,19 +29,18 @@ _HEADS = (
 
 
 def versions_section(
-    entries: Sequence[dict[str, Any]], began: Mapping[str, str | None], readers: Sequence[HeldLease]
+    entries: Sequence[dict[str, Any]], readers: Sequence[HeldLease]
 ) -> Html | None:
     """The newest versions; None of a run that has no differences and no readers.
 
     Args:
         entries: checkpoints of the run, the newest first, as lists have them.
-        began: times at which the versions were begun, by their ids.
         readers: the leases of its readers.
     """
     shown = [one for one in entries if not one["superseded"]]
-    if not readers and not any(began.values()):
+    if not readers and not any(one.get("began") for one in entries):
         return None
-    rows = [_row(one, began.get(one["id"]), readers) for one in shown]
+    rows = [_row(one, readers) for one in shown]
     have = {one["step"] for one in shown}
     others = sum(one.version not in have for one in readers)
     note = f"{count(others, 'reader')} with an older version, or with none yet." if others else ""
@@ -56,11 +55,11 @@ def versions_section(
     return section("Versions", listed, explanation)
 
 
-def _row(one: dict[str, Any], began: str | None, readers: Sequence[HeldLease]) -> list[Any]:
+def _row(one: dict[str, Any], readers: Sequence[HeldLease]) -> list[Any]:
     stored, nbytes, changed_bytes = one["stored_bytes"], one["bytes"], one["changed_bytes"]
     changed = changed_bytes / nbytes if changed_bytes is not None and nbytes else None
     share = stored / nbytes if stored is not None and nbytes else None
-    seconds = publishing_seconds(began, one["created"])
+    seconds = publishing_seconds(one.get("began"), one["created"])
     holders: dict[str, int] = {}
     for reader in readers:
         if reader.version == one["step"]:
