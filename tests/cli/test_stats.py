@@ -141,6 +141,17 @@ def test_changes_to_nan_come_first_and_no_difference_is_too_small_to_count(run, 
     assert "45 tensors changed, 1 unchanged" in out
 
 
+def test_tensors_without_finite_elements_do_not_change_from_zero_and_empty_ones_are_counted(
+    run, saver, tmp_path
+):
+    for name, value in (("a", np.nan), ("b", 1.0)):
+        saver(tmp_path / name, {"w": np.full(3, value), "none": np.zeros((0, 3))})
+    text = run("stats", tmp_path / "a", tmp_path / "b").out
+    assert "from 0" not in text
+    assert "nan%" in text
+    assert "1 tensor changed, 1 unchanged" in text
+
+
 def test_what_is_not_finite_stands_out(run, saver, tmp_path):
     saver(tmp_path / "1", {"w": np.array([1.0, np.nan, np.inf, np.nan])})
     out = run("stats", tmp_path / "1").out

@@ -8,7 +8,7 @@ Tensors of complex numbers have none; they are named with the reason.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf, isfinite, prod, sqrt
+from math import inf, isfinite, nan, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class ElementChange:
     """Euclidean norm of the difference of all elements."""
     relative: float | None
     """The norm as a part of the norm in the first checkpoint; None: that is zero, and the
-    difference is not."""
+    difference is not; NaN: no element there is finite."""
     largest: float
     """Largest absolute difference of an element; 0: no element differs. NaN: an element is NaN in
     one checkpoint only."""
@@ -158,7 +158,7 @@ def state_statistics(
     statistics = StateStatistics(_new_tallies(sides))
     pairs = _pairs(checkpoint, other, only, statistics)
     tallies = _new_tallies(sides)  # of one tensor after another
-    distances: dict[str, _Distance] = {}
+    distances = {} if other is None else {name: _Distance() for name in statistics.tensors}
     done, total = 0, sum(pair.nbytes for pair in pairs)
     with reading_takes_threads(checkpoint.location):
         for batch in block_batches(pairs, limit // 2 // len(sides)):
@@ -168,7 +168,7 @@ def state_statistics(
             done += sum(block.nbytes for block in batch)
     if progress is not None:
         progress(total, total)
-    norms = {name: statistics.tensors[name][0]["norm"] or 0.0 for name in distances}
+    norms = {name: statistics.tensors[name][0]["norm"] for name in distances}
     changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
     statistics.changes = sorted(changes, key=_by_relative)
     return statistics
@@ -197,7 +197,7 @@ def _add_batch(
         for tally, values in zip(tallies, flat, strict=True):
             tally.add(values)
         if len(flat) > 1:
-            distances.setdefault(block.pair.name, _Distance()).add(*flat)
+            distances[block.pair.name].add(*flat)
         if block.last:
             statistics.add(block.pair.name, tallies)
             tallies = _new_tallies(sides)
@@ -267,12 +267,11 @@ class _Distance:
                 self.squares += float(np.dot(apart, apart))
                 self.largest = float(np.maximum(self.largest, apart.max()))  # NaN if one is
 
-    def result(self, name: str, norm: float) -> ElementChange:
-        """The distance of all blocks, beside the norm of the first tensor."""
+    def result(self, name: str, norm: float | None) -> ElementChange:
+        """The distance of all blocks, beside the norm of the first tensor, if that has one."""
         apart = sqrt(self.squares) or self.largest  # a small square is 0
-        return ElementChange(
-            name, apart, apart / norm if norm else None if apart else 0.0, self.largest
-        )
+        relative = None if norm == 0 else apart / (nan if norm is None else norm)
+        return ElementChange(name, apart, relative if apart else 0.0, self.largest)
 
 
 def _differences(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
