@@ -1,5 +1,6 @@
 """Jobs: what they do, who may start them, and how they end whatever happens to their processes."""
 
+import fcntl
 import json
 import os
 import signal
@@ -285,6 +286,26 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     lost = lab.wait(second)
     assert (lost["state"], lost["error"]["code"]) == ("failed", "exists")
     same(lab.root / "one" / "1", lab.root / "llama" / "10")
+
+
+def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ended(tmp_path):
+    for name in ("lab", "state", "locks"):
+        (tmp_path / name).mkdir()
+    about = {"subject": "lab/a/1", "destination": None, "who": "ann", "key": None}
+    with closing(Journal(tmp_path / "state")) as jobs:
+        roots = Roots([f"lab={tmp_path / 'lab'}"])
+        jobs_of = runner.JobRunner(jobs, tmp_path / "locks", roots, at_once=1, options={})
+        number = jobs.add("copy", {}, {}, **about)[0].number
+        jobs.begin(number)
+        jobs.cancel(number)
+        jobs.end(number, "queued")
+        with (tmp_path / "locks" / f"{number}.lock").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            jobs_of._start_queued()
+            assert jobs.job(number).state == "queued"
+            assert "earlier service" in jobs_of.waits_for[number]
+        jobs_of._start_queued()
+        assert jobs.job(number).state == "cancelled"
 
 
 def test_places_of_jobs_that_wait_for_others_to_end_are_not_looked_at(tmp_path):

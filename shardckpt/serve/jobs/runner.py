@@ -7,6 +7,7 @@ times, with growing pauses. Then the job has failed.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -48,6 +49,7 @@ _AGAIN = frozenset({"storage", "coordination"})
 _POLL, _BUSY_SECONDS = 0.5, 2.0
 _END_SECONDS = 10.0
 _LONGEST_LINE = 4 << 20
+_STILL_RUNS = "the process of an earlier service still runs it"
 _WORKER = "from shardckpt.serve.jobs.worker import main; sys.exit(main(sys.argv[1]))"
 
 
@@ -136,11 +138,7 @@ class JobProcess:
         if end.result is None and end.error is None:
             end.busy = status == BUSY
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            reason = (
-                "the process of an earlier service still runs it"
-                if end.busy
-                else f"its process ended with {how}; the log has more"
-            )
+            reason = _STILL_RUNS if end.busy else f"its process ended with {how}; the log has more"
             end = JobEnd(
                 error={"code": "storage", "message": f"{reason}."}, again=True, busy=end.busy
             )
@@ -250,7 +248,10 @@ class JobRunner(BackgroundWork):
                 or job.operation not in OPERATIONS
                 or job.error in (DAMAGED_ROW, DEADLY)
             ):
-                self._give_up(job)
+                if self._is_locked(job):
+                    waits[job.number] = _STILL_RUNS
+                else:
+                    self._give_up(job)
                 continue
             why = self._why_not(job)
             if why is not None:
@@ -273,6 +274,20 @@ class JobRunner(BackgroundWork):
                 else:
                     self._running[job.number] = job, process, thread
         self.waits_for = waits
+
+    def _is_locked(self, job: JobRow) -> bool:
+        """Whether a process that an earlier service has started runs a job."""
+        try:
+            lock = os.open(self._directory / f"{job.number}.lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
 
     def _give_up(self, job: JobRow) -> None:
         """End a queued job that cannot be started."""
