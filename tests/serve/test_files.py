@@ -360,7 +360,7 @@ def test_a_file_by_commit_is_looked_for_among_all_steps_once(tmp_path, monkeypat
     monkeypatch.setattr(service.catalogue, "checkpoints", counted)
     assert hub.resolve(service, "lab/run", f"{commit}/model.safetensors").size > 0
     assert not pages
-    # What replaces it has another commit.
+    # Its replacement has another commit.
     again = SaveOptions(overwrite=True)
     shardckpt.save(tmp_path / "lab" / "run" / "2", {"w": np.ones(3)}, options=again)
     service.scanner.scan()

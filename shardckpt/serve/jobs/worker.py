@@ -34,7 +34,7 @@ _PROGRESS_SECONDS = 0.2
 
 def main(lock: str) -> int:
     """Run one job; return the exit status."""
-    # What libraries and the programs that they start print is not a message.
+    # Output of libraries, and of the programs that they start, is not a message.
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     line = sys.stdin.buffer.readline()
