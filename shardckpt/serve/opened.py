@@ -1,8 +1,8 @@
 """Open checkpoints and the views of them, kept for the next requests.
 
 A checkpoint that was replaced or deleted is noticed at the next request: on a disk when its record
-has another status, elsewhere by the record's generation, which is asked for after `_TRUSTED`
-seconds.
+has another status and then another generation, elsewhere by the record's generation, which is asked
+for after `_TRUSTED` seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Opened:
     ident: str
     checkpoint: Checkpoint
     token: object
-    """Token of the record (`Store.change_token`)."""
+    """Token of the record at the last look (`Store.change_token`)."""
+    version: object
     checked: float
     needs: Needs
     """Roots that it needs."""
@@ -184,22 +185,26 @@ class OpenCheckpoints:
         place, now = known.checkpoint.location, time.monotonic()
         if not kind_of(place).near and now < known.checked + _TRUSTED:
             return known
-        if Store.open(place).change_token(RECORD) == known.token:
-            known.checked = now
-            return known
-        return None
+        store = Store.open(place)
+        token = store.change_token(RECORD)
+        if token != known.token and _version(store, token) != known.version:
+            return None
+        known.checked, known.token = now, token
+        return known
 
     def _open(self, ident: str) -> Opened:
         with self._lock:  # what was there is gone, and must not hide those below it
             self._opened.pop(ident, None)
         place, now = self._roots.locate(ident), time.monotonic()
-        token = Store.open(place).change_token(RECORD)
+        store = Store.open(place)
+        token = store.change_token(RECORD)
+        version = _version(store, token)
         checkpoint = Checkpoint(place)
         needs = self._roots.check(checkpoint)
         # A disk is read by few threads per request, as there are many requests; an object store
         # wants many reads at a time.
         checkpoint.limit_reading(threads=2 if kind_of(place).near else None, memory=_MEMORY)
-        opened = Opened(ident, checkpoint, token, now, needs)
+        opened = Opened(ident, checkpoint, token, version, now, needs)
         with self._lock:
             self._opened[ident] = opened
             while len(self._opened) > _MOST_OPEN:
@@ -236,3 +241,11 @@ def check_chunk(what: str, nbytes: int) -> None:
             f"{what} has chunks of {file_size(nbytes)}, and this service reads chunks of at most "
             f"{file_size(_LARGEST_CHUNK)}; `shardckpt reshard` writes smaller ones."
         )
+
+
+def _version(store: Store, token: object) -> object:
+    """The generation of the record at a place: another record has another one.
+
+    On a disk, the token may change by itself: some mounts number files anew at each look.
+    """
+    return store.read_versioned(RECORD)[1] if store.near else token
