@@ -35,7 +35,8 @@ _PROGRESS_SECONDS = 0.2
 def main(lock: str) -> int:
     """Run one job; return the exit status."""
     # Output of libraries, and of the programs that they start, is not a message.
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    # The descriptor of messages stays open to the very end: its end is that of the process.
+    out, sys.stdout = os.fdopen(os.dup(1), "w", closefd=False), sys.stderr
     os.dup2(2, 1)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
