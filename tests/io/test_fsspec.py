@@ -342,6 +342,8 @@ def test_places_that_have_a_url_of_their_own_and_chains_are_refused(url, message
 
 
 def test_a_protocol_that_fsspec_does_not_know_is_refused():
-    with pytest.raises(errors.UrlError, match=r"fsspec knows no protocol 'nowhere'.* to no other process"):
+    with pytest.raises(
+        errors.UrlError, match=r"fsspec knows no protocol 'nowhere'.* to no other process"
+    ):
         Store.open("fsspec+nowhere://a/b")
     assert kind_of(parse("fsspec+nowhere://a/b")).writable is False
