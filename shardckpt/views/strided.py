@@ -29,7 +29,7 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and tensor.numel() > 0
-        and tensor.data_ptr() == 0
+        and tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
     )
 
 

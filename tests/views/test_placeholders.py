@@ -314,6 +314,26 @@ def test_a_parameter_that_is_given_a_placeholder_as_its_data_is_named_or_filled(
     assert torch.equal(module.weight, state["m"] * 2)
 
 
+@pytest.mark.parametrize("part", [lambda t: t[500:], lambda t: t])
+def test_a_view_inside_of_a_placeholder_as_data_is_named_or_filled(url, part):
+    place, state = url
+    module = torch.nn.Linear(512, 1024, bias=False)
+    sums = []
+
+    def give(weights):
+        module.weight.data = part(dict(weights)["m"])
+
+    def use(weights):
+        give(weights)
+        sums.append(module.weight[10:].sum())
+
+    recorded = Recorder(ModelView(place))
+    recorded.run(give)
+    assert recorded.filled_in_part(module.named_parameters()) == ["weight"]
+    Recorder(ModelView(place)).run(use)
+    assert sums == [part(state["m"])[10:].sum()]
+
+
 def test_a_rehearsal_on_the_meta_device_notes_the_boxes_and_reads_nothing(url):
     place, _ = url
     view = ModelView(place)
