@@ -65,9 +65,9 @@ class _Blocks:
 
 
 class _Recent(OrderedDict[Key, T]):
-    """Values for the blocks used last, up to a limit of the bytes of these blocks."""
+    """Values for the blocks used last, up to a limit of the bytes that they stand for."""
 
-    def __init__(self, nbytes: Callable[[Key], int], most: int, least: int = 0) -> None:
+    def __init__(self, nbytes: Callable[[T], int], most: int, least: int = 0) -> None:
         super().__init__()
         self._nbytes, self._most, self._least = nbytes, most, least
         self._total = 0
@@ -77,7 +77,7 @@ class _Recent(OrderedDict[Key, T]):
         for key, value in new.items():
             self.remove(key)
             self[key] = value
-            self._total += self._nbytes(key)
+            self._total += self._nbytes(value)
         while self._total > self._most and len(self) > self._least:
             self.remove(next(iter(self)))
 
@@ -85,8 +85,7 @@ class _Recent(OrderedDict[Key, T]):
         """Remove a block; return whether it was there."""
         if key not in self:
             return False
-        del self[key]
-        self._total -= self._nbytes(key)
+        self._total -= self._nbytes(self.pop(key))
         return True
 
 
@@ -117,9 +116,10 @@ class OutputReader:
         self._blocks: dict[int, _Blocks] = {}
         self._insides: dict[int, BoxArray] = {}
         """The boxes that the views of an output fill, of outputs with several."""
-        self._cache: _Recent[Bytes] = _Recent(self._nbytes, cache_bytes, least=1)
-        self._touched: _Recent[None] = _Recent(self._nbytes, cache_bytes // 2)
-        """Blocks of which parts were read lately; a block is kept when it is read again."""
+        self._cache: _Recent[Bytes] = _Recent(len, cache_bytes, least=1)
+        self._touched: _Recent[int] = _Recent(int, cache_bytes // 2)
+        """Bytes of the blocks of which parts were read lately; a block is kept when it is read
+        again."""
         self._expected: tuple[int, int] | None = 0, 0
         """Output and byte at which a sequential reader continues."""
         self._lock = Lock()
@@ -208,7 +208,8 @@ class OutputReader:
             if missing and not continues:
                 small = {key for key, _, part in parts if len(part) * _SMALL <= self._nbytes(key)}
                 missing = [key for key in missing if key not in small or self._touched.remove(key)]
-                self._touched.add(dict.fromkeys(small - blocks.keys() - set(missing)))
+                others = small - blocks.keys() - set(missing)
+                self._touched.add({key: self._nbytes(key) for key in others})
         if missing and continues:
             missing += self._following(missing[-1])
         return blocks, {key: np.empty(self._nbytes(key), np.uint8) for key in missing}

@@ -1,6 +1,8 @@
 """Bytes of outputs that are made of many views."""
 
+import gc
 import sys
+import weakref
 
 import numpy as np
 from counting import steps
@@ -71,3 +73,18 @@ def test_blocks_that_leave_the_cache_are_not_summed_up_again(tmp_path):
             reader.read_into([(number, 8, memory)])
 
     assert steps(read) < 2400 * 300
+
+
+def test_a_reader_that_is_dropped_frees_its_blocks_without_the_garbage_collector(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(1000.0)})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    reader = OutputReader(checkpoint, [identity(checkpoint.tensor("w"), "w")])
+    for start in (0, 80, 800):
+        reader.read_into([(0, start, memoryview(bytearray(8)))])
+    is_there = weakref.ref(reader)
+    gc.disable()
+    try:
+        del reader
+        assert is_there() is None
+    finally:
+        gc.enable()
