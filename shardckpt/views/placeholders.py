@@ -277,9 +277,10 @@ class Recorder:
                 self._view.checkpoint.location,
                 changed,
             )
-            self._noted.clear()
-            self._touched.clear()
-            self._written.clear()
+            with self._lock:
+                self._noted.clear()
+                self._touched.clear()
+                self._written.clear()
             with _FillBeforeUse(self):
                 returned = load_weights(
                     (name, self.read(placeholder, str(changed)))
@@ -392,13 +393,10 @@ class Recorder:
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
                 cannot be read.
         """
-        noted, self._noted = self._noted, []
-        touched, self._touched = self._touched, set()
-        try:
-            self._fill(noted)
-        except BaseException:
-            self._noted, self._touched = noted + self._noted, touched | self._touched
-            raise
+        with self._lock:
+            self._fill(self._noted)
+            self._noted.clear()
+            self._touched.clear()
 
     def _fill(self, noted: Sequence[tuple[torch.Tensor, _Part]]) -> None:
         apart = are_apart([into for into, _ in noted])

@@ -280,6 +280,31 @@ def test_copies_in_several_threads_stay_in_their_order(url):
     assert not recorded.unwritten([("one", one)], before)
 
 
+def test_a_copy_in_another_thread_waits_for_those_noted_before(url):
+    place, state = url
+    target, threads, is_filling = torch.zeros(8, 6, dtype=torch.float64), [], threading.Event()
+
+    def wait(*_):
+        if not is_filling.is_set():
+            is_filling.set()
+            threads[0].join(0.5)
+
+    def load_weights(weights):
+        w = dict(weights)["w"]
+        target.copy_(w[0])
+
+        def copy():
+            is_filling.wait()
+            target.copy_(w[1])
+
+        threads.append(threading.Thread(target=copy))
+        threads[0].start()
+
+    Recorder(ModelView(place), wait).run(load_weights)
+    threads[0].join()
+    assert torch.equal(target, state["w"][1].double())
+
+
 def test_a_parameter_that_is_a_placeholder_still_is_named(url):
     place, _ = url
     recorded = Recorder(ModelView(place))
