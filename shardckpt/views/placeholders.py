@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from shardckpt.errors import OptionError
 from shardckpt.frameworks.torch import array_of, torch_dtype
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import Box
@@ -266,26 +267,30 @@ class Recorder:
         Raises:
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
                 cannot be read.
+            OptionError: the second call changes a placeholder of the first one.
         """
+        where = self._view.checkpoint.location
         try:
             with _FillBeforeUse(self):
                 returned = load_weights(self.placeholders())
             self.fill()
         except _ChangedInPlaceError as changed:
             _log.warning(
-                "%s: %s changes a tensor in place; all tensors are read completely",
-                self._view.checkpoint.location,
-                changed,
+                "%s: %s changes a tensor in place; all tensors are read completely", where, changed
             )
             with self._lock:
                 self._noted.clear()
                 self._touched.clear()
                 self._written.clear()
-            with _FillBeforeUse(self):
-                returned = load_weights(
-                    (name, self.read(placeholder, str(changed)))
-                    for name, placeholder in self.placeholders()
-                )
+            tensors = ((name, self.read(one, str(changed))) for name, one in self.placeholders())
+            try:
+                with _FillBeforeUse(self):
+                    returned = load_weights(tensors)
+            except _ChangedInPlaceError as again:
+                raise OptionError(
+                    f"{where}: {again} changes a placeholder that the model kept from its first "
+                    "call; export the checkpoint to safetensors, and load that."
+                ) from again
         finally:
             self._thread = None
         return returned
@@ -485,8 +490,8 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
         kwargs = kwargs or {}
         packet = func.overloadpacket
         used = [] if _is_view(func) else _with_memory((args, kwargs))
-        if any(map(_is_placeholder, used)):
-            raise _ChangedInPlaceError(f"{packet} after `data =`")
+        for tensor in filter(_is_placeholder, used):
+            raise _ChangedInPlaceError(f"{packet} after `data =` of {tuple(tensor.shape)}")
         if used and not (packet is _aten.copy_ and isinstance(args[1], Placeholder)):
             self._recorder.fill_before_use(used)
             for tensor in _with_memory(_written_arguments(func, args, kwargs)):

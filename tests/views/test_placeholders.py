@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
+from shardckpt.errors import OptionError
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.placeholders import Placeholder, Recorder, storage_addresses
 
@@ -357,6 +358,24 @@ def test_a_view_inside_of_a_placeholder_as_data_is_named_or_filled(url, part):
     assert recorded.filled_in_part(module.named_parameters()) == ["weight"]
     Recorder(ModelView(place)).run(use)
     assert sums == [part(state["m"])[10:].sum()]
+
+
+def test_a_placeholder_that_is_kept_for_the_second_call_is_refused(url):
+    place, _ = url
+    module, kept = torch.nn.Linear(512, 1024, bias=False), {}
+
+    def give(weights):
+        m = dict(weights)["m"]
+        module.weight.data.copy_(m)
+        module.weight.data = m
+        module.weight.data.add_(1)
+
+    def keep(weights):
+        kept.setdefault("m", dict(weights)["m"]).add_(1)
+
+    for load, named in (give, r"aten.copy_ after `data =` of \(1024, 512\)"), (keep, "aten.add_"):
+        with pytest.raises(OptionError, match=f"{named} changes a placeholder .* from its first"):
+            Recorder(ModelView(place)).run(load)
 
 
 def test_a_rehearsal_on_the_meta_device_notes_the_boxes_and_reads_nothing(url):
