@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from fsspec.spec import AbstractFileSystem
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import NotFoundError, ShardckptError, UrlError
+from shardckpt.errors import NotFoundError, UrlError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -43,19 +43,23 @@ class _Open:
     """An open checkpoint."""
 
     checkpoint: Checkpoint
-    planned: ModelView | ShardckptError
-    """Its files, or the error that says why it has none, as with a dtype that safetensors lacks."""
+    options: Mapping[str, Any]
+    """Options of its view."""
     keys: ZarrKeys
     place: Store
     token: object
     """Token of its record (`Store.change_token`), from before the record was read."""
+    planned: ModelView | None = None
+    """The view, after its first use."""
+    planning: Lock = field(default_factory=Lock)
 
     @property
     def view(self) -> ModelView:
-        """The files, or raise the error of their plan."""
-        if isinstance(self.planned, ShardckptError):
-            raise self.planned.with_traceback(None)
-        return self.planned
+        """The files. If they cannot be planned, the next use tries it again."""
+        with self.planning:
+            if self.planned is None:
+                self.planned = ModelView(self.checkpoint, **self.options)
+            return self.planned
 
 
 class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -234,13 +238,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         with self._lock:
             opened = self._opened.get(place)
         if opened is None or opened.checkpoint.record.attempt != checkpoint.record.attempt:
-            planned: ModelView | ShardckptError
-            try:
-                planned = ModelView(checkpoint, **self._options)
-            except ShardckptError as e:
-                planned = e
             keys = ZarrKeys(checkpoint.record, checkpoint.reader)
-            opened = _Open(checkpoint, planned, keys, store, token)
+            opened = _Open(checkpoint, self._options, keys, store, token)
         opened.token = token
         with self._lock:
             self._use(place, opened)
@@ -253,7 +252,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         if len(self._opened) > _MOST_OPEN:
             self._opened.popitem(last=False)
         for other in [*self._opened.values()][:-_MOST_CACHED]:
-            if isinstance(other.planned, ModelView):
+            if other.planned is not None:
                 drop_blocks(other.planned)
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load
 from web_server import web_server
 
 import shardckpt
-from shardckpt.errors import DtypeError, ReplacedError
+from shardckpt.errors import DtypeError, OptionError, ReplacedError
 from shardckpt.runs import pinning
 
 
@@ -125,6 +125,17 @@ def test_the_arrays_of_a_checkpoint_that_safetensors_cannot_hold_are_shown(tmp_p
             read(f"{tmp_path}/c/model.safetensors")
     chosen = fsspec.filesystem("shardckpt", exclude=["odd"])
     assert load(chosen.cat_file(f"{tmp_path}/c/model.safetensors"))["w"].tolist() == [*range(5)]
+
+
+def test_a_mapping_that_was_wrong_may_be_corrected(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(5)})
+    mapping, path = tmp_path / "m.toml", f"{tmp_path}/c/model.safetensors"
+    fs = fsspec.filesystem("shardckpt", mapping=str(mapping))
+    mapping.write_text('[[map]]\nfrom = "wrong"\nto = "a"\n')
+    with pytest.raises(OptionError, match="matches no tensor"):
+        fs.cat_file(path)
+    mapping.write_text('[[map]]\nfrom = "w"\nto = "a"\n')
+    assert load(fs.cat_file(path))["a"].tolist() == [*range(5)]
 
 
 def test_a_look_at_an_open_checkpoint_reads_no_record(tmp_path):
