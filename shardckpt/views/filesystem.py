@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from fsspec.spec import AbstractFileSystem
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import NotFoundError, UrlError
+from shardckpt.errors import DtypeError, NamesMismatchError, NotFoundError, UrlError
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ from shardckpt.reading.zarr_keys import ZarrKeys
 from shardckpt.views.model_view import ModelView, drop_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _ZARR = "zarr"
 _MOST_OPEN = 32
@@ -60,6 +60,13 @@ class _Open:
             if self.planned is None:
                 self.planned = ModelView(self.checkpoint, **self.options)
             return self.planned
+
+    def files_that_fit(self) -> Iterable[str]:
+        """Names of the files; none if safetensors cannot hold the tensors or their names."""
+        try:
+            return self.view.sizes
+        except (DtypeError, NamesMismatchError):
+            return ()
 
 
 class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -144,7 +151,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         opened, name = self._find(path, look=True)
         below: list[str] | None
         if name == "":
-            below = [*opened.view.sizes, _ZARR]
+            below = [*opened.files_that_fit(), _ZARR]
         elif name == _ZARR or name.startswith(f"{_ZARR}/"):
             below = opened.keys.children(name[len(_ZARR) + 1 :])
         else:

@@ -123,6 +123,9 @@ def test_the_arrays_of_a_checkpoint_that_safetensors_cannot_hold_are_shown(tmp_p
     for read in (fs.cat_file, fs.info, fs.open):
         with pytest.raises(DtypeError, match=r"safetensors has no complex128.*exclude="):
             read(f"{tmp_path}/c/model.safetensors")
+    root = f"{tmp_path}/c"
+    assert fs.ls(root, detail=False) == [f"{root}/zarr"]
+    assert f"{root}/zarr/odd/zarr.json" in fs.find(root)
     chosen = fsspec.filesystem("shardckpt", exclude=["odd"])
     assert load(chosen.cat_file(f"{tmp_path}/c/model.safetensors"))["w"].tolist() == [*range(5)]
 
