@@ -102,7 +102,7 @@ def _rows(array: Array) -> tuple[int, int]:
     A row is a part of the array without gaps. The number is 0 if there is one row.
     """
     width, step = array.itemsize, 0
-    for n, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if stride == width and not step:
             width *= n
         elif n > 1:
