@@ -11,7 +11,7 @@ lists the elements of tensors from which each output is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -42,10 +42,6 @@ class TensorMapping:
             OptionError: a rule lacks the sizes that its inverse needs.
         """
         return TensorMapping(tuple(rule.inverse() for rule in self.rules))
-
-    def optional(self) -> TensorMapping:
-        """The same mapping, of which any rule may match nothing."""
-        return TensorMapping(tuple(replace(rule, optional=True) for rule in self.rules))
 
     def outputs(
         self,
