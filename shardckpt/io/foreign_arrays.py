@@ -13,6 +13,7 @@ it. The caller says which, because it knows the format.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ _UNREADABLE = (
     "Error decoding",
 )
 """Parts of TensorStore's messages about bytes that cannot be decoded."""
+_SURROUNDINGS = re.compile(
+    r'.*?driver: (Error reading .*/(\.zarray|zarr\.json)": )?|Error parsing (object member|value) '
+)
+"""Parts of its messages about metadata that are not the reason: the file, and "Error …"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +105,7 @@ def open_arrays(
     *,
     ocdbt: bool,
     fill_missing: bool,
+    unread: dict[str, str] | None = None,
 ) -> Mapping[str, ForeignArray]:
     """Open arrays for reading.
 
@@ -109,6 +115,8 @@ def open_arrays(
         driver: TensorStore's driver; "zarr" is version 2.
         ocdbt: whether an OCDBT database over the directory holds them.
         fill_missing: whether a missing chunk stands for the fill value.
+        unread: gets the reason, by name, for each array whose dtype, codecs or other metadata are
+            not supported, in place of an error.
 
     Raises:
         MissingDataError: an array does not exist.
@@ -123,7 +131,7 @@ def open_arrays(
     arrays: dict[str, ForeignArray] = {}
     for name in names:
         if len(under_way) >= _AT_ONCE:
-            _finish(arrays, *under_way.popleft())
+            _finish(arrays, unread, *under_way.popleft())
         where = f"{place}/{name}"
         with _typed_errors("open", where):
             check_key(name, place)
@@ -141,7 +149,7 @@ def open_arrays(
                 )
             )
     while under_way:
-        _finish(arrays, *under_way.popleft())
+        _finish(arrays, unread, *under_way.popleft())
     return arrays
 
 
@@ -158,14 +166,31 @@ def _database(place: Store) -> Any:
         return ts.KvStore.open(spec, context=place.context()).result()
 
 
-def _finish(arrays: dict[str, ForeignArray], name: str, where: str, opening: Any) -> None:
-    """Add an array that has been opened."""
-    with _typed_errors("open", where):
-        array = opening.result()
+def _finish(
+    arrays: dict[str, ForeignArray],
+    unread: dict[str, str] | None,
+    name: str,
+    where: str,
+    opening: Any,
+) -> None:
+    """Add an array that has been opened, or the reason why it is not read."""
+    try:
+        with _typed_errors("open", where):
+            array = opening.result()
+    except CorruptionError as e:
+        text = str(e.__cause__)
+        if unread is None or text.endswith("Invalid JSON"):
+            raise
+        unread[name] = _SURROUNDINGS.sub("", text)
+        return
     try:
         dtype = dtypes.of_numpy(array.dtype.numpy_dtype)
     except DtypeError as e:
-        raise DtypeError(f"{where}: {shown(name)} is an array of {array.dtype.name}: {e}") from e
+        text = f"{shown(name)} is an array of {array.dtype.name}"
+        if unread is None:
+            raise DtypeError(f"{where}: {text}: {e}") from e
+        unread[name] = text
+        return
     shape = tuple(array.shape)
     if prod(max(n, 1) for n in shape) * dtype.itemsize > LARGEST_DIMENSION:
         raise FormatError(

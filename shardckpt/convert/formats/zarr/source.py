@@ -10,24 +10,22 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_below, identity_of
 from shardckpt.convert.foreign import ForeignPart
 from shardckpt.convert.placed import PlacedTensor, VersionedArray, place_tensors
-from shardckpt.errors import DtypeError, FormatError, NotFoundError
+from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.format.documents import check_key, document_digest
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
-from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import natural_key
-from shardckpt.text import shorten
+from shardckpt.text import clip, few, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from shardckpt.convert.files.file_version import Candidate
     from shardckpt.convert.placed import Foreign
@@ -47,13 +45,6 @@ _MOST_MEMBERS = 100_000
 """Most groups and arrays that are looked for, so that links in a circle end."""
 _DEEPEST = 64
 """Most groups around an array."""
-_OLD_DTYPE = re.compile("[<>|](b1|[iu][1248]|f[248]|c8|c16)")
-"""A numeric dtype of version 2. Longer floats are none: they have no dtype here."""
-_CODECS = (
-    *("blosc", "bz2", "gzip", "zlib", "zstd"),
-    *("bytes", "crc32c", "sharding_indexed", "transpose"),
-)
-"""Compressors and codecs that TensorStore reads, the first ones of version 2 and most of 3."""
 
 
 @dataclass(slots=True)
@@ -191,40 +182,8 @@ class _Members:
                 f"{where} describes neither a group nor an array, but {shorten(kind)}; replace it "
                 "with a backup."
             )
-        dtype = document.get("data_type" if version == 3 else "dtype")
-        unread = next((name for name in _codecs(document) if name not in _CODECS), None)
-        if _is_numeric(dtype) and unread is None:
-            self.arrays[path] = "zarr3" if version == 3 else "zarr"
-        else:
-            reason = (
-                f"coded with {shorten(unread)}, which is not read"
-                if _is_numeric(dtype)
-                else f"whose elements are {shorten(dtype)}, which are not stored"
-            )
-            self.notes.append(f"left behind: {path or 'the array'}, {reason}")
+        self.arrays[path] = "zarr3" if version == 3 else "zarr"
         return False
-
-
-def _is_numeric(dtype: object) -> bool:
-    """Whether metadata names a dtype of numbers."""
-    if not isinstance(dtype, str):
-        return False
-    try:
-        return _OLD_DTYPE.fullmatch(dtype) is not None or bool(by_name(dtype))
-    except DtypeError:
-        return False
-
-
-def _codecs(document: Mapping[str, Any]) -> Iterator[str]:
-    """The names of an array's codecs and filters, also of those in others."""
-    for key in ("compressor", "filters", "codecs", "index_codecs"):
-        listed = document.get(key)
-        for one in listed if isinstance(listed, list) else [listed]:
-            name = one.get("name", one.get("id")) if isinstance(one, dict) else one
-            if isinstance(name, str):
-                yield f"{name} (filter)" if key == "filters" else name
-            if isinstance(one, dict) and isinstance(inner := one.get("configuration"), dict):
-                yield from _codecs(inner)
 
 
 def looks_like(candidate: Candidate) -> str | None:
@@ -240,23 +199,36 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
 
     Raises:
         NotFoundError: there is no group or array.
-        FormatError: metadata is malformed, or two members have one place.
+        FormatError: metadata is malformed, two members have one place, or no array can be read.
         CorruptionError, MissingDataError: metadata of an array is damaged or missing.
-        DtypeError: an array's elements cannot be stored.
         StorageError: the storage failed or refused, or does not list members.
     """
     members = _Members(Store.open(location))
     members.find()
     versions = members.versions()
     arrays: dict[str, ForeignArray] = {}
+    unread: dict[str, str] = {}
     for driver in ("zarr", "zarr3"):
         names = [name for name, used in members.arrays.items() if used == driver]
-        if names == [""] and location.parent is not None:
-            arrays[""] = open_arrays(
-                Store.open(location.parent), [location.name], driver, ocdbt=False, fill_missing=True
-            )[location.name]
-        else:
-            arrays |= open_arrays(members.place, names, driver, ocdbt=False, fill_missing=True)
+        parent = location.parent if names == [""] else None
+        opened = open_arrays(
+            members.place if parent is None else Store.open(parent),
+            names if parent is None else [location.name],
+            driver,
+            ocdbt=False,
+            fill_missing=True,
+            unread=unread,
+        )
+        if parent is not None and opened:
+            opened = {"": opened[location.name]}
+        arrays |= opened
+    left = [
+        f"left behind: {name}, which is not read: {clip(reason)}" for name, reason in unread.items()
+    ]
+    if left and not arrays:
+        raise FormatError(f"{location}: no array of it can be read; {few(left)}.")
+    members.notes.extend(left)
+    members.arrays = {name: members.arrays[name] for name in arrays}
     metadata = {"attributes": members.attributes} if members.attributes else {}
     documents = identity_of(location, members.files)
 
