@@ -392,6 +392,26 @@ def test_tensors_of_one_shape_that_take_each_other_s_names_are_refused(tmp_path)
     assert len([*out.iterdir()]) == 2
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_versions_whose_tensors_have_other_stored_names_continue(tmp_path, follows):
+    embedding, out = np.arange(6.0).reshape(2, 3), tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 0, "rename": r"s/^(model|module)\.//"}
+    states = [
+        {"model": {"embed.weight": embedding, "lm_head.weight": embedding, "w": np.zeros(4)}},
+        {"model": {"lm_head.weight": embedding, "embed.weight": embedding, "w": np.zeros(4)}},
+        {"module": {"w": np.ones(4), "embed.weight": (b := embedding + 1), "lm_head.weight": b}},
+        {"module": {"w": np.ones(4), "embed.weight": (c := embedding + 2), "lm_head.weight": c}},
+    ]
+    with shardckpt.Publisher(tmp_path / "policy") as publisher:
+        for step, state in enumerate(states):
+            publisher.publish(step, state)
+            publisher.wait()
+            if not follows:
+                shardckpt.export(tmp_path / "policy", out, **options)
+    shardckpt.export(tmp_path / "policy", out, **options)
+    check(tmp_path, out, [0, 1, 2, 3], rename=options["rename"])
+
+
 def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
     options = {"to": "canonical-delta", "since": 40, **NAMED}
     shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import re
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.commit.attempts import unfolded
 from shardckpt.convert.files.notes import Notes
 from shardckpt.convert.files.replacement import exchange
 from shardckpt.convert.formats.safetensors.hf_index import INDEX
@@ -24,9 +26,11 @@ from shardckpt.io.status import exists
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
+    from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.naming.outputs import OutputTensor
 
 NOTE = "shardckpt-version.json"
 """The file of a version's directory that names its step and contents; receivers ignore it."""
@@ -62,6 +66,42 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "contents": _is_text,
 }
 _FIRST: Mapping[str, Callable[[object], bool]] = {"forms": _is_text, "before": _are_attempts}
+
+
+def contents_of(checkpoint: Checkpoint) -> str:
+    """Identifies the elements of a version; folding does not change it."""
+    fingerprint = checkpoint.record.fingerprint
+    return unfolded(checkpoint.record.attempt) if fingerprint is None else fingerprint.sha256
+
+
+def forms_of(outputs: Iterable[OutputTensor], *, views: bool = True) -> str:
+    """A digest of names, dtypes, shapes, and views.
+
+    The notes of older directories have one without views, and only for version 0.
+    """
+    forms = sorted(
+        (
+            *(one.name, one.dtype.name, one.shape),
+            *(
+                [v.tensor, v.box.start, v.box.stop, v.permutation, v.start]
+                for v in one.sources
+                if views
+            ),
+        )
+        for one in outputs
+    )
+    return sha256(json.dumps(forms, default=int).encode()).hexdigest()
+
+
+def note_of(checkpoint: Checkpoint, step: int, outputs: Iterable[OutputTensor]) -> dict[str, Any]:
+    """Fields of the notes of all versions."""
+    return {
+        "step": step,
+        "attempt": unfolded(checkpoint.record.attempt),
+        "contents": contents_of(checkpoint),
+        "source": str(checkpoint.location),
+        "forms": forms_of(outputs),
+    }
 
 
 class VersionDirectories:

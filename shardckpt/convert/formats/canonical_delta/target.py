@@ -26,7 +26,6 @@ import time
 import zlib
 from collections import deque
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,13 @@ import numpy as np
 
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.publish import published_attempt
-from shardckpt.convert.formats.canonical_delta.directories import ELSEWHERE, VersionDirectories
+from shardckpt.convert.formats.canonical_delta.directories import (
+    ELSEWHERE,
+    VersionDirectories,
+    contents_of,
+    forms_of,
+    note_of,
+)
 from shardckpt.convert.formats.safetensors.hf_index import INDEX
 from shardckpt.convert.formats.safetensors.layout import header_of
 from shardckpt.convert.formats.safetensors.model_files import plan_model_files
@@ -62,6 +67,7 @@ from shardckpt.versions.follower import Follower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
+    from typing import NoReturn
 
     from numpy.typing import NDArray
 
@@ -155,9 +161,7 @@ def write_deltas(
                 if attempt
             }
             place = directories.prepare_first(overwrite=options.overwrite)
-            directories.write_note(
-                place, **_notes_of_all(first, since), forms=_forms(outputs), before=before
-            )
+            directories.write_note(place, **note_of(first, since, outputs), before=before)
             report = full(first, place.location)
             directories.finish_first(place)
             place = directories.place(0)
@@ -184,9 +188,7 @@ def write_deltas(
                 version = current.next()
                 if version is not None:
                     number += 1
-                    yield writer.write(
-                        number, version, current.outputs(version), held, current.new_bytes()
-                    )
+                    yield writer.write(number, version, current, held)
                 elif options.follow:
                     time.sleep(_PAUSE)
                 else:
@@ -212,33 +214,15 @@ def _version(root: Store, step: int) -> Checkpoint:
         ) from e
 
 
-def _contents(checkpoint: Checkpoint) -> str:
-    """Identifies the elements of a version; folding does not change it."""
-    fingerprint = checkpoint.record.fingerprint
-    return unfolded(checkpoint.record.attempt) if fingerprint is None else fingerprint.sha256
-
-
-def _forms(outputs: Iterable[OutputTensor], *, views: bool = True) -> str:
-    """A digest of names, dtypes, shapes, and views; older directories have one without `views`."""
-    forms = sorted(
-        (
-            *(one.name, one.dtype.name, one.shape),
-            *(
-                [v.tensor, v.box.start, v.box.stop, v.permutation, v.start]
-                for v in one.sources
-                if views
-            ),
-        )
-        for one in outputs
-    )
-    return sha256(json.dumps(forms, default=int).encode()).hexdigest()
-
-
 class _Current:
     """The version that was written last, and those that come."""
 
     def __init__(self, root: Store, options: DeltaOptions, notes: list[dict[str, Any]]) -> None:
         self._root, self._options, self._begun = root, options, notes[0]
+        self.outputs: tuple[OutputTensor, ...] = ()
+        """The outputs of the version that `next` or `begin` returned."""
+        self.changed: list[OutputTensor] = []
+        """Those that may differ from the outputs of the version before."""
         self._sources: set[str] = set()
         """Stored names of the tensors that are written."""
         given = {int(step): attempt for step, attempt in notes[0]["before"].items()} | {
@@ -261,13 +245,15 @@ class _Current:
                 f"{self._root}: version {last['step']} is gone, and {written} was written from "
                 f"it{ELSEWHERE}"
             ) from e
-        if _contents(version.checkpoint) != last["contents"]:
+        if contents_of(version.checkpoint) != last["contents"]:
             raise ReplacedError(
                 f"{self._root}: version {last['step']} was replaced, and {written} was written "
                 f"from it{ELSEWHERE}"
             )
-        outputs = self._check_outputs(version.checkpoint)
-        self._sources.update(view.tensor for output in outputs for view in output.sources)
+        outputs = self._find_outputs(version.checkpoint)
+        digests = forms_of(outputs), forms_of(outputs, views=False)
+        if last.get("forms", self._begun["forms"]) not in digests:
+            self._refuse(version.checkpoint, "names, shapes, dtypes or sources")
         version.prepare()
         held = {output.name: np.empty(output.nbytes, np.uint8) for output in outputs}
         with version.reading():
@@ -279,35 +265,47 @@ class _Current:
         self._follower.close()
 
     def next(self) -> FollowedVersion | None:
-        """The next version, prepared."""
+        """The next version, prepared.
+
+        An output may have another source than before: a tensor's stored name is the first one of
+        tied tensors, or one that is renamed.
+        """
         version = self._follower.poll()
-        return None if version is None else version.prepare()
+        if version is None:
+            return None
+        before, plain = self.outputs, forms_of(self.outputs, views=False)
+        if forms_of(self._find_outputs(version.checkpoint), views=False) != plain:
+            self._refuse(version.checkpoint, "names, shapes or dtypes")
+        version.prepare()
+        sources = {output.name: output.sources for output in before}
+        self.changed = [
+            output
+            for output in self.outputs
+            if output.sources != sources[output.name]
+            or any(view.tensor in version.changed for view in output.sources)
+        ]
+        return version
 
     def new_bytes(self) -> int:
         """Stored bytes read since the last call."""
         before, self._read_bytes = self._read_bytes, self._follower.cache.read_bytes
         return self._read_bytes - before
 
-    def outputs(self, version: FollowedVersion) -> list[OutputTensor]:
-        """The outputs of a version that may differ from those before."""
-        outputs = self._check_outputs(version.checkpoint)
-        return [
-            output
-            for output in outputs
-            if any(view.tensor in version.changed for view in output.sources)
-        ]
-
-    def _check_outputs(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
+    def _find_outputs(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
+        """The outputs of a version; the follower reads their sources from now on."""
         structure, where = checkpoint.record.structure, str(checkpoint.location)
         config = checkpoint.metadata.get(CONFIG)
-        outputs = outputs_of(structure, self._options, where, config=config).tensors
-        if self._begun["forms"] not in (_forms(outputs), _forms(outputs, views=False)):
-            raise StructureMismatchError(
-                f"{where}: names, shapes, dtypes or sources of its tensors are not "
-                f"those of version 0 (step {self._begun['step']}), and receivers only change "
-                "bytes. Use the options of the first call, or write to another directory."
-            )
-        return outputs
+        self.outputs = outputs_of(structure, self._options, where, config=config).tensors
+        self._sources.clear()
+        self._sources.update(view.tensor for output in self.outputs for view in output.sources)
+        return self.outputs
+
+    def _refuse(self, checkpoint: Checkpoint, what: str) -> NoReturn:
+        raise StructureMismatchError(
+            f"{checkpoint.location}: {what} of its tensors are not those of version 0 (step "
+            f"{self._begun['step']}), and receivers only change bytes. Use the options of the "
+            "first call, or write to another directory."
+        )
 
 
 def _read(checkpoint: Checkpoint, outputs: Iterable[tuple[OutputTensor, Bytes]]) -> None:
@@ -322,16 +320,6 @@ def _read(checkpoint: Checkpoint, outputs: Iterable[tuple[OutputTensor, Bytes]])
     )
 
 
-def _notes_of_all(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
-    """Fields of the notes of all versions."""
-    return {
-        "step": step,
-        "attempt": unfolded(checkpoint.record.attempt),
-        "contents": _contents(checkpoint),
-        "source": str(checkpoint.location),
-    }
-
-
 class _Writer:
     """Writes differences."""
 
@@ -344,20 +332,19 @@ class _Writer:
         self,
         number: int,
         version: FollowedVersion,
-        outputs: list[OutputTensor],
+        current: _Current,
         held: dict[str, Bytes],
-        read_bytes: int,
     ) -> WrittenVersion:
         """Write the tensors that differ from those before, and put them in their place.
 
         Args:
             number: of the version.
             version: the version, prepared.
-            outputs: those of its outputs that may differ.
+            current: has its outputs.
             held: all tensors of the version before; this one's afterwards.
-            read_bytes: stored bytes that were read for it.
         """
         options, place = self._options, self._directories.place(number)
+        read_bytes = current.new_bytes()
         if place.exists(INDEX):
             raise AlreadyExistsError(
                 f"{place} is complete, and this process has not written it; let one process write "
@@ -366,7 +353,7 @@ class _Writer:
         place.delete_prefix()  # what a killed call left
         files, nbytes = _Files(place, min(_FILE_BYTES, options.budget // 4)), 0
         room = options.budget // _PARTS[options.delta_encoding]
-        for batch in batches(outputs, lambda output: (output.nbytes,), (room,)):
+        for batch in batches(current.changed, lambda output: (output.nbytes,), (room,)):
             new = {output.name: np.empty(output.nbytes, np.uint8) for output in batch}
             with version.reading():
                 _read(version.checkpoint, [(output, new[output.name]) for output in batch])
@@ -393,7 +380,9 @@ class _Writer:
         data = json.dumps(index, indent=1).encode()
         sizes = files.sizes | {INDEX: len(data)}
         note_bytes = self._directories.write_note(
-            place, **_notes_of_all(version.checkpoint, version.step), files=sizes
+            place,
+            **note_of(version.checkpoint, version.step, current.outputs),
+            files=sizes,
         )
         if not place.create(INDEX, data):
             raise AlreadyExistsError(
