@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from shardckpt.state.names import shown
 from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -49,8 +50,12 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.naming.outputs import OutputTensor
 
-_OF_ARRAY = re.compile(r"zarr\.json|\.zarray|\.zattrs|c|(c\.)?\d+(\.\d+)*", re.ASCII)
-"""Names in the directory of an array, of zarr v2 or v3."""
+_DIRECTORY = re.compile(r"c|(c/)?\d+(/\d+)*", re.ASCII)
+"""Directories in the directory of an array, of zarr v2 or v3."""
+_FILE = re.compile(r"zarr\.json|\.zarray|\.zattrs|c|(c[./])?\d+([./]\d+)*", re.ASCII)
+"""Files there."""
+_OF_PROCESS = re.compile(r"process_\w+", re.ASCII)
+"""Files with metadata of arrays."""
 
 
 class OrbaxDirectory(StateWriter):
@@ -221,15 +226,30 @@ def _foreign_name(directory: Path, names: list[str]) -> str | None:
     database = documents.DATABASE if documents.MANIFEST in names else None
     above = {name[:i] for name in arrays for i, sign in enumerate(name) if sign == "/"}
     listed = [name for name in names if name != database and not documents.is_of_orbax(name)]
+    other = next((name for name in listed if name not in arrays and name not in above), None)
+    if other is not None:
+        return other
+    listed += {documents.ARRAY_METADATAS}.intersection(names)
     while listed:
-        name = listed.pop()
-        if name not in arrays and name not in above:
-            return name
-        with storage_errors("list", directory / name):
-            below = [*(directory / name).iterdir()] if is_directory(directory / name) else []
-        listed.extend(
-            f"{name}/{file}"
-            for file in (path.name for path in below)
-            if not (HIDDEN.fullmatch(file) or (name in arrays and _OF_ARRAY.fullmatch(file)))
-        )
+        outer = listed.pop()
+        with storage_errors("list", directory / outer):
+            below = [*os.scandir(directory / outer)] if is_directory(directory / outer) else []
+        for entry in below:
+            name = f"{outer}/{entry.name}"
+            if HIDDEN.fullmatch(entry.name):
+                continue
+            if not (name in arrays or name in above or _is_of_array(name, arrays, entry)):
+                return name
+            if entry.is_dir(follow_symlinks=False):
+                listed.append(name)
     return None
+
+
+def _is_of_array(name: str, arrays: Collection[str], entry: os.DirEntry[str]) -> bool:
+    """Whether Orbax writes a file or directory of this name for an array, or for all of them."""
+    if name.startswith(f"{documents.ARRAY_METADATAS}/"):
+        return bool(_OF_PROCESS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
+    ends = [i for i, sign in enumerate(name) if sign == "/"]
+    end = next((i for i in reversed(ends) if name[:i] in arrays), None)
+    pattern = _DIRECTORY if entry.is_dir(follow_symlinks=False) else _FILE
+    return end is not None and pattern.fullmatch(name[end + 1 :]) is not None
