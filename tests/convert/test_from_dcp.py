@@ -229,6 +229,17 @@ def test_files_that_two_saves_left_in_one_directory_are_refused(tmp_path):
         opened(tmp_path / "shards")
 
 
+def test_a_part_that_two_saves_of_different_numbers_of_processes_left_is_refused(tmp_path):
+    file = "{:05d}-model-00001-of-00001"
+    older = {file.format(n): ("w", 2 * n - 2, [1.0, 1.0]) for n in (1, 2, 3, 4)}
+    newer = {file.format(1): ("w", 0, [2.0, 2.0]), file.format(2): ("w", 4, [2.0, 2.0])}
+    write_shards(tmp_path / "shards", older | newer)
+    with pytest.raises(
+        FormatError, match=r"several saves: 'w' has one part in shard-00002.*-00003"
+    ):
+        opened(tmp_path / "shards")
+
+
 def test_a_large_number_in_the_name_of_a_file_takes_no_time(tmp_path):
     last = f"{10**15}-model-00001-of-00001"
     write_shards(tmp_path / "shards", {last: ("w", 0, [1, 2])})

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors", re.ASCII)
 _STARTS = "DCP_SHARDING_INFO"
+_MOVE = "The writer removes no older files; move those of all saves but one elsewhere."
 
 
 def shard_files(names: Sequence[str]) -> list[str]:
@@ -64,7 +65,14 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     opened = map_on_threads(lambda name: _open(store, name), names)
     for _, shards in opened:
         for name, shard in shards.items():
-            parts.setdefault(name, {}).setdefault((shard.start, shard.shape), shard)
+            key = shard.start, shard.shape
+            first = parts.setdefault(name, {}).setdefault(key, shard)
+            if first is not shard and 0 not in shard.shape:
+                raise FormatError(
+                    f"{location}: there are files of several saves: {shown(name)} has one part in "
+                    f"{first.span.file.key} and in {shard.span.file.key}, and one save writes a "
+                    f"part once. {_MOVE}"
+                )
     state = {
         name: _tensor(name, list(of_tensor.values()), str(location))
         for name, of_tensor in parts.items()
@@ -87,7 +95,7 @@ def _notes(location: Location, names: Sequence[str]) -> list[str]:
     if others:
         raise FormatError(
             f"{location}: there are files of several saves: of {count} and of {others[0]} for each "
-            "process. The writer removes no older files; move those of all saves but one elsewhere."
+            f"process. {_MOVE}"
         )
     processes = sorted({process for process, _, _ in held})
     last = processes[-1]
