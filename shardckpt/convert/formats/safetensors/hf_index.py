@@ -92,12 +92,24 @@ def parts_of_only_model(models: Sequence[str], names: Sequence[str], where: obje
     Raises:
         OptionError: they belong to several models, as of two saves.
     """
-    parts = parts_of(models[0], names, where)
+    several = len({_model_of(name) for name in models}) > 1
+    parts = [] if several else parts_of(models[0], names, where)
     if not {*models} <= {*parts}:
-        raise OptionError(
-            f"{where}: there are several models ({few(models)}); give the path of one of them."
+        advice = (
+            "move the files of all models but one elsewhere"
+            if any(map(is_part, models))
+            else "give the path of one of them"
         )
+        raise OptionError(f"{where}: there are several models ({few(models)}); {advice}.")
     return parts
+
+
+def _model_of(name: str) -> object:
+    """A value that is equal for all files of one model."""
+    match = _PART.fullmatch(name)
+    if match is not None:
+        return match.group(1, 3, 4)
+    return _SLICES.pattern if _SLICES.fullmatch(name) else name
 
 
 def is_part(name: str) -> bool:
