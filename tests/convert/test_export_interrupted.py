@@ -333,6 +333,23 @@ def test_the_log_of_an_earlier_release_is_no_list_of_files(tmp_path, small):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("size", [None, "200KiB"])
+def test_what_an_earlier_release_left_of_an_export_of_several_files_is_removed(
+    tmp_path, small, size
+):
+    source(tmp_path / "c")
+    partial = tmp_path / "out" / ".model.safetensors.index.json.partial"
+    partial.mkdir(parents=True)
+    (partial / "0").write_bytes(b"draft")
+    lock = Notes(partial / "notes")
+    with pytest.raises(errors.StorageError, match=r"index\.json\.partial"):
+        shardckpt.export(tmp_path / "c", tmp_path / "out", max_shard_size=size)
+    assert (partial / "0").exists()
+    lock.close()
+    shardckpt.export(tmp_path / "c", tmp_path / "out", max_shard_size=size)
+    assert not [path.name for path in (tmp_path / "out").iterdir() if path.name[0] == "."]
+
+
 def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_again(
     tmp_path, small, monkeypatch
 ):
@@ -343,7 +360,7 @@ def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_agai
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_files.LocalFiles, "_remove", interrupt)
+        patch.setattr(local_files, "_remove", interrupt)
         with pytest.raises(KeyboardInterrupt):
             shardckpt.export(tmp_path / "c", to)
     whole = to.read_bytes()

@@ -94,6 +94,7 @@ class LocalFiles:
         self._plan = plan
         if not is_directory(self._partial):
             self._refuse_to_replace()
+        self._remove_older()
         with storage_errors("create", self._partial):
             DurableDirectories(self._directory).make(self._directory)
             self._partial.mkdir(exist_ok=True)
@@ -135,7 +136,7 @@ class LocalFiles:
         self._refuse_to_replace()
         # First: the blocks of an earlier plan must not be taken for those of empty drafts.
         notes.begin(self._plan.identity, [path.name for path in self._paths])
-        self._remove_drafts()
+        _remove_drafts(self._partial)
         for draft, nbytes in zip(self._drafts, self._plan.sizes, strict=True):
             with storage_errors("create", draft), draft.open("xb") as file:
                 file.truncate(nbytes)
@@ -192,7 +193,7 @@ class LocalFiles:
                 sync_directory(self._partial)
             self._name_all(self._obsolete())
             self._notes.add([])
-        self._remove(self._notes)
+        _remove(self._partial, self._notes)
 
     def abort(self, *, keep: bool) -> None:
         """See `Destination`."""
@@ -204,7 +205,7 @@ class LocalFiles:
         with suppress(StorageError):
             # They may be those of another interrupted export, which stay if this one is refused.
             if not (keep and self._notes.has_blocks()):
-                self._remove(self._notes)
+                _remove(self._partial, self._notes)
         self._notes.close()
 
     def _has_name(self, number: int) -> bool:
@@ -282,22 +283,34 @@ class LocalFiles:
                 if number >= last - 1:  # all before the last are durable when it comes
                     sync_directory(self._directory)
 
-    def _remove_drafts(self) -> None:
-        """Remove the partial files, except the log."""
-        with storage_errors("remove", self._partial):
-            for path in self._partial.iterdir():
-                if path.name != _LOG and not HIDDEN.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
+    def _remove_older(self) -> None:
+        """Remove what an older release left, which had another directory for several files.
 
-    def _remove(self, notes: Notes) -> None:
-        """Remove the partial files, the log as the last one, and their directory.
-
-        The directory stays if another export has begun there.
+        Raises:
+            StorageError: such a release is writing there.
         """
-        self._remove_drafts()
-        notes.close(remove=True)
-        with storage_errors("remove", self._partial):
-            remove_directory(self._partial)
+        older = self._directory / f".{MODELS[1]}.partial"
+        if self._partial == _partial(self._directory, MODELS[1]) and is_directory(older):
+            _remove(older, Notes(older / _LOG))
+
+
+def _remove_drafts(partial: Path) -> None:
+    """Remove the partial files, except the log."""
+    with storage_errors("remove", partial):
+        for path in partial.iterdir():
+            if path.name != _LOG and not HIDDEN.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+
+def _remove(partial: Path, notes: Notes) -> None:
+    """Remove the partial files, the log as the last one, and their directory.
+
+    The directory stays if another export has begun there.
+    """
+    _remove_drafts(partial)
+    notes.close(remove=True)
+    with storage_errors("remove", partial):
+        remove_directory(partial)
 
 
 def begun_here(directory: Path, last: str) -> list[str]:
