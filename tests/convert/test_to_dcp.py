@@ -190,11 +190,14 @@ def test_only_a_checkpoint_of_dcp_is_replaced(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_a_link_to_a_checkpoint_of_dcp_is_not_replaced_and_said_to_be_one(checkpoint, tmp_path):
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_link_to_a_checkpoint_of_dcp_is_not_replaced_and_said_to_be_one(
+    checkpoint, tmp_path, overwrite
+):
     export(checkpoint, tmp_path / "d")
     (tmp_path / "link").symlink_to("d")
     with pytest.raises(errors.AlreadyExistsError, match="link is a symbolic link, so"):
-        export(checkpoint, tmp_path / "link", overwrite=True)
+        export(checkpoint, tmp_path / "link", overwrite=overwrite)
     assert (tmp_path / "link").is_symlink()
 
 

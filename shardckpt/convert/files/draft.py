@@ -186,7 +186,8 @@ class Draft:
     def _check_final(self) -> None:
         if not exists(self.final, follow=False):
             return
-        if not self._overwrite:
+        is_kept_link = self._marks is not None and is_link(self.final)
+        if not self._overwrite and not is_kept_link:
             if not self._finished:
                 raise already_exists(self.final)
             killed = (
