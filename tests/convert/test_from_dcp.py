@@ -235,7 +235,7 @@ def test_a_part_that_two_saves_of_different_numbers_of_processes_left_is_refused
     newer = {file.format(1): ("w", 0, [2.0, 2.0]), file.format(2): ("w", 4, [2.0, 2.0])}
     write_shards(tmp_path / "shards", older | newer)
     with pytest.raises(
-        FormatError, match=r"several saves: 'w' has one part in shard-00002.*-00003"
+        FormatError, match=r"several saves: 'w' has one part in .*shard-00002.*-00003"
     ):
         opened(tmp_path / "shards")
 

@@ -70,7 +70,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
             if first is not shard and 0 not in shard.shape:
                 raise FormatError(
                     f"{location}: there are files of several saves: {shown(name)} has one part in "
-                    f"{first.span.file.key} and in {shard.span.file.key}, and one save writes a "
+                    f"{first.span.file} and in {shard.span.file}, and one save writes a "
                     f"part once. {_MOVE}"
                 )
     state = {
