@@ -19,8 +19,7 @@ T = TypeVar("T")
 def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -> list[T]:
     """The results of a call that all processes make, by process.
 
-    If it fails on one process, an error of the same class is raised on all. A process on which it
-    fails waits for nobody: another one may have ended.
+    If it fails on one process, an error of the same class is raised on all.
 
     Args:
         coordinator: connects the processes.
@@ -31,15 +30,22 @@ def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -
         CoordinationError: not all processes made the call in time; or it failed on another process
             with an exception that is not a ShardckptError.
     """
+    failed: Exception | None = None
+    outcome: dict[str, Any]
     try:
-        result = act()
-        encode(result)
-    except BaseException as e:
+        outcome = {"result": act()}
+        encode(outcome)
+    except Exception as e:  # noqa: BLE001  (raised below, after the others know)
+        failed = e
         outcome = error_document(e) | {"message": f"{type(e).__name__}: {e}"}
-        with suppress(Exception):  # after Ctrl-C without a value
-            coordinator._leave(key, outcome if isinstance(e, Exception) else None)
+    except BaseException:  # Ctrl-C: the others do not wait
+        with suppress(Exception):
+            coordinator.decline(key)
         raise
-    outcomes = coordinator.share(key, {"result": result})
+    with suppress(*(() if failed is None else (Exception,))):
+        outcomes = coordinator.share(key, outcome)
+    if failed is not None:
+        raise failed
     check_outcomes(outcomes, "failed with")
     return [one["result"] for one in outcomes]
 
