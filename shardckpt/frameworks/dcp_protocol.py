@@ -20,17 +20,20 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
 
 from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import HostSource, InPlace
+from shardckpt.frameworks.numpy import near_pairs, share_memory
 from shardckpt.frameworks.torch import (
     TensorSink,
+    addresses,
     copied_source,
     dtype_of_tensor,
     host_array,
@@ -180,7 +183,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
     """A sink that fills the shards in place.
 
     Raises:
-        LeafError: as for `sources`; shards whose elements share memory.
+        LeafError: as for `sources`; a shard whose elements share memory.
         DtypeError: as for `sources`.
     """
     shards = _shards(name, leaf)
@@ -199,28 +202,42 @@ def _shards(name: str, leaf: Any) -> _Shards:
     shape, shards = (
         _shards_of_methods(name, leaf) if _speaks(type(leaf)) else _shards_of_attributes(name, leaf)
     )
-    held: dict[Box, Any] = {}
     for box, tensor in shards:
         if tensor.is_meta:
             raise LeafError(
                 f"{shown(name)}: its shard {box} is a meta tensor without data; materialize it "
                 "first."
             )
-        if any(box.overlap(other) for other in held):
-            raise LeafError(
-                f"{shown(name)}: its shard {box} overlaps another one; each element must be in "
-                "one shard."
-            )
-        held[box] = tensor
-    dtypes = {dtype_of_tensor(name, tensor) for tensor in held.values()} or {
-        dtype_of_tensor(name, leaf)
-    }
+    boxes = BoxArray.of([box for box, _ in shards], len(shape))
+    tensors = tuple(tensor for _, tensor in shards)
+    if len(tensors) > 1:
+        _check_apart(name, boxes, tensors)
+    dtypes = {dtype_of_tensor(name, tensor) for tensor in tensors} or {dtype_of_tensor(name, leaf)}
     if len(dtypes) > 1:
         raise LeafError(
             f"{shown(name)}: its shards have the dtypes {sorted(d.name for d in dtypes)}; make "
             "them one."
         )
-    return _Shards(shape, dtypes.pop(), BoxArray.of(list(held), len(shape)), tuple(held.values()))
+    return _Shards(shape, dtypes.pop(), boxes, tensors)
+
+
+def _check_apart(name: str, boxes: BoxArray, tensors: Sequence[Any]) -> None:
+    """Raise LeafError if two shards share elements, of the complete tensor or in memory."""
+    for i in range(1, len(boxes)):
+        if len(boxes.overlapping(boxes[i])) > 1:  # the box itself, and another one
+            raise LeafError(
+                f"{shown(name)}: its shard {boxes[i]} overlaps another one; each element must be "
+                "in one shard."
+            )
+    if not all(tensor.data_ptr() for tensor in tensors):
+        return  # XLA's tensors tell no address
+    memory = [addresses(tensor) for tensor in tensors]
+    for i, j in near_pairs(memory, np.array([byte_bounds(array) for array in memory])):
+        if tensors[i].device == tensors[j].device and share_memory(memory[i], memory[j]):
+            raise LeafError(
+                f"{shown(name)}: its shards {boxes[j]} and {boxes[i]} share memory, so both cannot "
+                "be restored; give each its own."
+            )
 
 
 _Listed: TypeAlias = "tuple[tuple[int, ...], list[tuple[Box, Any]]]"
@@ -270,7 +287,6 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
         starts, begins, sizes = ([tuple(map(index, row)) for row in rows] for rows in values[1:])
         shards = list(zip(starts, begins, sizes, strict=True))
         shape = tuple(map(index, values[0]))
-    held = [s for s in shards if prod(s[2])]
     if shape is not None:
         why = "a shard lies outside of a shape"
         if not all(
@@ -278,8 +294,6 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
             for start, begin, size in shards
         ):
             shape = None
-        elif any(a.overlap(b) for a, b in combinations([_box(b, n) for _, b, n in held], 2)):
-            why, shape = "two shards share elements", None
     if shape is None:
         words = ", ".join(
             f"{attribute}={value!r:.200}"
@@ -292,7 +306,8 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
         )
     return shape, [
         (_box(start, size), leaf.detach()[(*_box(begin, size).slices, ...)])
-        for start, begin, size in held
+        for start, begin, size in shards
+        if prod(size)
     ]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -27,7 +29,9 @@ from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -223,6 +227,67 @@ def overlaps_itself(array: Array) -> bool:
             return True
         reach = stride * (size - 1) + reach
     return False
+
+
+def near_pairs(arrays: Sequence[Array], bounds: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """The positions of each two arrays that may share memory.
+
+    Args:
+        arrays: the arrays.
+        bounds: the first byte of each, and one past its last.
+    """
+    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
+    bounds = bounds[order]
+    reached = np.maximum.accumulate(bounds[:, 1])
+    borders = [0, *(np.flatnonzero(bounds[1:, 0] >= reached[:-1]) + 1).tolist(), len(order)]
+    for first, end in pairwise(borders):
+        near = [(*bounds[i].tolist(), int(order[i])) for i in range(first, end)]
+        if end - first == 1 or _are_columns([(arrays[i], start) for start, _, i in near]):
+            continue
+        open_until: list[tuple[int, int]] = []
+        for start, stop, i in near:
+            open_until = [other for other in open_until if other[0] > start]
+            yield from [(i, other) for _, other in open_until]
+            open_until.append((stop, i))
+
+
+def _are_columns(arrays: Sequence[tuple[Array, int]]) -> bool:
+    """Whether arrays, each with its address, are columns of one matrix that share no element.
+
+    Each then has the same bytes of every row.
+    """
+    widths, steps = zip(*(_rows(array) for array, _ in arrays), strict=True)
+    row = gcd(*steps)
+    if not row:
+        return False
+    columns = sorted((start % row, n) for (_, start), n in zip(arrays, widths, strict=True))
+    ends = [*(start for start, _ in columns[1:]), columns[0][0] + row]
+    return all(start + n <= end for (start, n), end in zip(columns, ends, strict=True))
+
+
+def _rows(array: Array) -> tuple[int, int]:
+    """The bytes of a row, and a number of which all distances of rows are multiples.
+
+    A row is a part of the array without gaps. The number is 0 if there is one row.
+    """
+    width, step = array.itemsize, 0
+    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if stride == width and not step:
+            width *= n
+        elif n > 1:
+            step = gcd(step, stride)
+    return width, step
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether an element of one array lies in the memory of the other.
+
+    True if that cannot be decided quickly.
+    """
+    try:
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
+    except np.exceptions.TooHardError:
+        return True
 
 
 def address_of(array: Array) -> int:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from shardckpt import frameworks
 from shardckpt.frameworks.base import InPlace
+from shardckpt.frameworks.numpy import near_pairs, share_memory
 from shardckpt.io.buffers import Arena, round_up
 from shardckpt.io.threads import collector_paused, read_ahead
 from shardckpt.layout.box import Box, BoxArray
@@ -477,19 +478,14 @@ def _refuse_shared_memory(landings: Iterable[Landing], title: Callable[[str], st
     arrays = [(array, landing) for landing in landings for array in landing.memory]
     bounds = np.array([_bounds(array, landing.sink.address) for array, landing in arrays], np.int64)
     bounds = bounds.reshape(-1, 2)
-    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
-    bounds = bounds[order]
-    if (bounds[1:, 0] >= bounds[:-1, 1]).all():
+    starts, stops = bounds[np.lexsort((bounds[:, 1], bounds[:, 0]))].T
+    if (starts[1:] >= stops[:-1]).all():
         return
-    open_until: list[tuple[int, Array, Landing]] = []
-    for start, stop, i in refusals.near_others([array for array, _ in arrays], bounds, order):
-        array, landing = arrays[i]
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and refusals.share_memory(array, other):
-                raise refusals.shared_memory(title(landing.names[0]), title(before.names[0]))
-        open_until.append((stop, array, landing))
+    for i, j in near_pairs([array for array, _ in arrays], bounds):
+        (array, landing), (other, before) = arrays[i], arrays[j]
+        same_view = landing.tensor is before.tensor and landing.view == before.view
+        if not same_view and share_memory(array, other):
+            raise refusals.shared_memory(title(landing.names[0]), title(before.names[0]))
 
 
 def _bounds(array: Array, address: int) -> tuple[int, int]:

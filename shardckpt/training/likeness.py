@@ -27,8 +27,7 @@ from numpy.lib.array_utils import byte_bounds
 from shardckpt import frameworks
 from shardckpt.errors import OptionError, StructureMismatchError
 from shardckpt.frameworks.base import Array, Target, dtype_of
-from shardckpt.frameworks.numpy import overlaps_itself
-from shardckpt.reading.restoring.refusals import share_memory
+from shardckpt.frameworks.numpy import overlaps_itself, share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_of
 from shardckpt.state.names import container_of, imported_module, match_keys, shown

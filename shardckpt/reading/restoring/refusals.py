@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import gcd
 from operator import ge
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.url import Location
-
-    Array = NDArray[np.generic]
 
 
 def another_shape(
@@ -62,63 +54,6 @@ def another_dtype(
         f"{name}: {location} has dtype {tensor.dtype.name}, which cannot be converted to "
         f"{sink.dtype.name}; restore it as it is."
     )
-
-
-def near_others(
-    arrays: Sequence[Array], bounds: NDArray[np.int64], order: NDArray[np.int64]
-) -> Iterator[tuple[int, int, int]]:
-    """The bounds and the position of each array that may share memory with others.
-
-    Args:
-        arrays: the arrays.
-        bounds: the first byte of each, and one past its last, in ascending order.
-        order: the position in `arrays` for each of `bounds`.
-    """
-    reached = np.maximum.accumulate(bounds[:, 1])
-    borders = [0, *(np.flatnonzero(bounds[1:, 0] >= reached[:-1]) + 1).tolist(), len(order)]
-    for first, end in pairwise(borders):
-        near = [(*bounds[i].tolist(), int(order[i])) for i in range(first, end)]
-        if end - first > 1 and not _are_columns([(arrays[i], start) for start, _, i in near]):
-            yield from near
-
-
-def _are_columns(arrays: Sequence[tuple[Array, int]]) -> bool:
-    """Whether arrays, each with its address, are columns of one matrix that share no element.
-
-    Each then has the same bytes of every row.
-    """
-    widths, steps = zip(*(_rows(array) for array, _ in arrays), strict=True)
-    row = gcd(*steps)
-    if not row:
-        return False
-    columns = sorted((start % row, n) for (_, start), n in zip(arrays, widths, strict=True))
-    ends = [*(start for start, _ in columns[1:]), columns[0][0] + row]
-    return all(start + n <= end for (start, n), end in zip(columns, ends, strict=True))
-
-
-def _rows(array: Array) -> tuple[int, int]:
-    """The bytes of a row, and a number of which all distances of rows are multiples.
-
-    A row is a part of the array without gaps. The number is 0 if there is one row.
-    """
-    width, step = array.itemsize, 0
-    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
-        if stride == width and not step:
-            width *= n
-        elif n > 1:
-            step = gcd(step, stride)
-    return width, step
-
-
-def share_memory(a: Array, b: Array) -> bool:
-    """Whether an element of one array lies in the memory of the other.
-
-    True if that cannot be decided quickly.
-    """
-    try:
-        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
-    except np.exceptions.TooHardError:
-        return True
 
 
 def shared_memory(name: str, other: str) -> StructureMismatchError:
