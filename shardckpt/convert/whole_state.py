@@ -132,7 +132,7 @@ def _select(
         )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
     planned = plan_dtypes(
-        sources, dtype, meanings(tree), unrounded(checkpoint.parsed_tree) if dtype else {}
+        sources, dtype, meanings(tree), unrounded(checkpoint.record.structure) if dtype else {}
     )
     dtypes = planned.dtypes
     outputs = [identity(tensor, name, dtypes[name]) for name, tensor in sources.items()]

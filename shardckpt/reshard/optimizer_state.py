@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.state.document import Node, Tree
 
 _BY_NAME = re.compile(
@@ -31,10 +32,10 @@ _GROUPS = re.compile(r"((?:.*\.)?)param_groups(?:\..*)?", re.DOTALL)
 """A key that shows optimizer state beside it, below the same dotted prefix."""
 
 
-def unrounded(tree: Tree) -> dict[str, str]:
+def unrounded(structure: Structure) -> dict[str, str]:
     """Tensor name → reason for which `dtype` without a pattern leaves the tensor."""
-    root = parse(tree)
-    parts = dict.fromkeys((leaf.name for leaf in _parts(root)), "part of a quantized tensor")
+    root = structure.nodes
+    parts = dict.fromkeys(_parts(root, structure.tensors), "part of a quantized tensor")
     return parts | dict.fromkeys(optimizer_state(root), "optimizer state")
 
 
@@ -49,11 +50,25 @@ def optimizer_state(tree: Tree) -> frozenset[str]:
     }
 
 
-def _parts(node: Node) -> Iterator[Node]:
-    """Yield the parts of composite tensors: only their class knows what rounding does to them."""
-    if isinstance(node, Branch):
+def _parts(node: Node, tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
+    """Yield names of parts of composite tensors: only their class knows what rounding does to them.
+
+    A composite of floating-point tensors of its own shape is a wrapper around plain elements.
+    """
+    if not isinstance(node, Branch):
+        return
+    if node.composite is None:
         for below in node.children:
-            yield from _parts(below) if node.composite is None else leaves_of(below)
+            yield from _parts(below, tensors)
+        return
+    parts = [leaf for leaf in leaves_of(node) if isinstance(leaf, Tensor | Tied)]
+    if any(
+        (record := tensors[part.stored]).shape != node.composite.shape
+        or not record.dtype.name.startswith(("float", "bfloat"))
+        or record.dtype.itemsize == 1
+        for part in parts
+    ):
+        yield from (part.name for part in parts)
 
 
 def _optimizers(node: Node) -> Iterator[Node]:

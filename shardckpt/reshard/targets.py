@@ -75,7 +75,7 @@ def targets(
     tree, stored = select(source.tree, selector(options.only))
     sources = {name: source.tensors[old] for name, old in stored.items()}
     decisions = _decide_layouts(sources, options)
-    left = unrounded(source.tree) if options.dtype else {}
+    left = unrounded(source) if options.dtype else {}
     planned = plan_dtypes(sources, options.dtype, meanings(tree), left)
     types = planned.dtypes
     smallest = smallest_chunk(

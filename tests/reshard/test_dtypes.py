@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import shardckpt
@@ -207,6 +208,36 @@ def test_the_parts_of_a_quantized_tensor_are_left_unless_a_pattern_names_them(tm
     assert like.scale.tolist() == weight.scale.tolist()
     shardckpt.reshard(tmp_path / "a", tmp_path / "c", dtype={"**/scale": "bf16"}, workers=1)
     assert dtypes(tmp_path / "c")["model/w/scale"] == "bfloat16"
+
+
+class Wrapper(torch.Tensor):
+    """A plain tensor inside of another one, as torchao's for training in float8 is."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], {}
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(args[0].inner)
+
+
+def test_a_wrapper_around_plain_elements_is_rounded_like_them(tmp_path):
+    weight = Wrapper(torch.ones(4, 4))
+    shardckpt.save(tmp_path / "a", {"w": weight, "tied": weight})
+    report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", dtype="bfloat16", workers=1)
+    assert dtypes(tmp_path / "b")["w/inner"] == "bfloat16"
+    exported = shardckpt.export(tmp_path / "a", tmp_path / "e.pt", to="torch", dtype="bfloat16")
+    shardckpt.export_safetensors(tmp_path / "a", tmp_path / "s", dtype="bfloat16")
+    (stored,) = load_file(tmp_path / "s" / "model.safetensors").values()
+    assert stored.dtype is torch.bfloat16
+    assert counts(report) == counts(exported)
 
 
 def test_what_is_state_of_an_optimizer_is_told_by_containers_and_names():

@@ -122,7 +122,7 @@ def outputs_of(
         for output in mapped
     }
     origins = {name: output.sources[0].tensor for name, output in outputs.items() if output.sources}
-    meaning, left = meanings(tree), unrounded(tree) if naming.dtype else {}
+    meaning, left = meanings(tree), unrounded(structure) if naming.dtype else {}
     meant = {name: meaning[origin] for name, origin in origins.items() if origin in meaning}
     planned = plan_dtypes(
         outputs,
