@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from shardckpt.errors import OptionError
 from shardckpt.layout.world import DeviceOwners, World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _FRAMEWORKS = ("jax", "torch_xla")
 
@@ -64,11 +64,12 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
                 f"devices= names the framework {framework!r}; it is one of "
                 f"{', '.join(_FRAMEWORKS)}."
             )
-        if not isinstance(given, Iterable):
+        try:
+            ids = list(given)
+        except TypeError as e:
             raise OptionError(
                 f"devices= gives {given!r} for {framework}; give a list of device ids."
-            )
-        ids = list(given)
+            ) from e
         wrong = [
             i for i in ids if not isinstance(i, int | np.integer) or isinstance(i, bool) or i < 0
         ]

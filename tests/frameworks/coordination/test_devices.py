@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from shardckpt import Coordinator
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.coordination.devices import given_devices, owners
 
@@ -61,9 +62,14 @@ def test_what_is_told_comes_in_order_and_once():
         ({"jax": [True]}, "gives True"),
         ({"torch_xla": ["xla:0"]}, "gives 'xla:0' for torch_xla"),
         ({"jax": 3}, "gives 3 for jax; give a list of device ids"),
+        ({"jax": np.array(3)}, r"gives array\(3\) for jax; give a list of device ids"),
         ([0, 1], r"devices=\[0, 1\]: give a dict of framework → device ids"),
+        ([], r"devices=\[\]: give a dict"),
+        (np.array([0, 1]), r"devices=array\(\[0, 1\]\): give a dict"),
     ],
 )
 def test_what_is_no_device_is_refused(devices, message):
     with pytest.raises(OptionError, match=message):
         given_devices(devices)
+    with pytest.raises(OptionError, match=message):
+        Coordinator.current(devices=devices)
