@@ -144,7 +144,7 @@ class Preset:
             ShardingError: the mesh has no axis for a role.
         """
         requested = self.roles or tuple((role, "") for role in _AXES)
-        chosen = {}
+        chosen, no_axes = {}, "give a mesh with axes"
         for role, given in requested:
             options = (
                 (given,)
@@ -154,19 +154,20 @@ class Preset:
             axis = next((option for option in options if option in names), None)
             if axis is None and self.roles:
                 meant = did_you_mean(given, names) if given else ""
+                advice = f"name the axis, as in {role}={names[0]}" if names else no_axes
                 raise ShardingError(
                     f"{self.origin}: the role {role} needs an axis "
                     f"{' or '.join(map(repr, options))}, but the mesh has "
-                    f"{', '.join(names) or 'none'}{meant}; name the axis, as in "
-                    f"{role}={(*names, 'x')[0]}, or leave the role out."
+                    f"{', '.join(names) or 'none'}{meant}; {advice}, or "
+                    "leave the role out."
                 )
             if axis is not None:
                 chosen[role] = axis
         if not chosen:
+            advice = f"name the axis, as in {self.family}/fsdp={names[0]}" if names else no_axes
             raise ShardingError(
                 f"{self.origin}: no axis of the mesh ({', '.join(names) or 'none'}) is named "
-                "after a role; name the axis, as in "
-                f"{self.family}/fsdp={names[0] if names else 'x'}, or write '**=replicated'."
+                f"after a role; {advice}, or write '**=replicated'."
             )
         return chosen
 

@@ -267,8 +267,12 @@ def test_the_mesh_decides_which_axis_plays_a_role():
         r"llama/fsdp=data",
     ):
         spec("llama", "data=2")
-    with pytest.raises(ShardingError, match="but the mesh has none; name the axis, as in fsdp=x"):
-        Rules.preset("llama/fsdp").decide(q, (64, 64), Mesh((), ()))
+    for preset, words in (
+        ("llama/fsdp", "but the mesh has none; give a mesh with axes, or leave the role out"),
+        ("llama", r"axis of the mesh \(none\) is named after a role; give a mesh with axes, or"),
+    ):
+        with pytest.raises(ShardingError, match=words):
+            Rules.preset(preset).decide(q, (64, 64), Mesh((), ()))
     assert spec("llama/fsdp=x+tp=y", "x=2,y=4") == PartitionSpec("y", "x")
     assert spec("llama/fsdp=x+tp=x", "x=2") == PartitionSpec("x", None)
 
