@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import shardckpt.frameworks.coordination
-from shardckpt.errors import OptionError
+from shardckpt.errors import CoordinationError, OptionError
 
 current = shardckpt.frameworks.coordination.Coordinator.current
 together = Barrier(8)
@@ -40,13 +40,27 @@ except OptionError as error:
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
+    handled = []
+
+    def handle_signal(frame, event, _):
+        if event == "return" and frame.f_code.co_name == "_is_current":
+            sys.setprofile(None)
+            try:
+                handled.append(current().run_id)
+            except CoordinationError as error:
+                handled.append(str(error))
+
+    sys.setprofile(handle_signal)
     own = current()
+    sys.setprofile(handle_signal)
+    assert current() is own
     report = json.dumps(
         {
             "run_id": own.run_id,
             "peeked": own.peek("step"),
             "same object": own is alone,
             "cached": own is current(),
+            "in handlers": handled,
         }
     )
     os.write(writing, report.encode())

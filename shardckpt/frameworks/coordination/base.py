@@ -418,6 +418,7 @@ def _current(
     given = given_devices(devices)
     lock = _lock
     is_ours: list[bool] = []
+    is_nested = False
     try:
         # C code alone: Ctrl-C comes before the lock is taken, or after that is noted.
         is_ours.extend(map(lock.acquire, (True,), (joining,)))
@@ -426,17 +427,14 @@ def _current(
                 f"another thread of this process has waited {joining:g} s for the other processes "
                 f"of the job. {ALL_MUST_CALL}"
             )
+        is_nested, _is_joining = _is_joining, True  # before the look at the round
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
-            if _is_joining:
+            if is_nested:
                 raise CoordinationError(
                     "this thread is joining the job; let a signal handler set a flag, no more."
                 )
-            try:
-                _is_joining = True
-                made = kind(devices=given, timeout=joining)
-            finally:
-                _is_joining = False
+            made = kind(devices=given, timeout=joining)
             made._timeout = _TIMEOUT
             _round = _Round(made, os.getpid(), given)
         elif devices is not None and given != _round.given:
@@ -450,6 +448,7 @@ def _current(
         return _round.coordinator
     finally:
         if is_ours == [True]:
+            _is_joining = is_nested
             lock.release()
 
 
