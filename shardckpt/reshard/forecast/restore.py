@@ -183,9 +183,10 @@ def _kind(tensor: TensorRecord, layout: StoredLayout | None, hosts: Hosts, bins:
     )
     unpacked = np.bincount(reads.group, size[reads.chunk], held.groups).astype(np.int64)
     # Many groups of one host each have few rows: one per bin.
-    distinct, spread = np.unique(readers, axis=0, return_inverse=True)
+    rows = readers.view(f"V{readers.itemsize * bins.number}").reshape(-1)  # quick to compare
+    _, first, spread = np.unique(rows, return_index=True, return_inverse=True)
     needed = held.elements() * itemsize
-    return _Kind(held, reads, needed, unpacked, spread.reshape(-1), distinct)
+    return _Kind(held, reads, needed, unpacked, spread, readers[first])
 
 
 def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]]:
