@@ -415,7 +415,7 @@ def _current(
 ) -> Coordinator:
     """As `Coordinator.current`; other processes have `joining` seconds to join."""
     global _round, _is_joining  # noqa: PLW0603
-    given = given_devices(devices)
+    given = {} if devices is None else given_devices(devices)
     lock = _lock
     is_ours: list[bool] = []
     is_nested = False
