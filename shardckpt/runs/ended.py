@@ -9,7 +9,6 @@ and a pin or a tag, which rewrites a commit record, is not taken for a save.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.attempts import attempts, places, same_elements, unfolded
@@ -25,7 +24,7 @@ from shardckpt.runs.job import holder
 from shardckpt.text import duration_text, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from shardckpt.io.store import Store
 
@@ -129,41 +128,18 @@ def ended(root: Store) -> EndedMark | None:
     return EndedMark(run, read.string("by"), read.string("when"), checkpoints)
 
 
-def check_marked(root: Store) -> EndedMark:
-    """Check that a run is marked as ended, and that no other run has claimed the root since.
-
-    Raises:
-        OptionError, CommitError, FormatError, StorageError: as for `check_idle`.
-    """
-    mark = ended(root)
-    if mark is None:
-        raise OptionError(
-            f"{root}: the run is not marked as ended, so no rule deletes its steps; mark it when "
-            "it has ended."
-        )
-    run = holder(root)
-    if run != mark.run:
-        raise CommitError(
-            f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was "
-            f"{_since(mark)}; mark it again."
-        )
-    return mark
-
-
-def check_idle(
-    root: Store, known: Mapping[str, object] = MappingProxyType({})
-) -> dict[str, object]:
+def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[str]:
     """Check that a run is marked as ended, and that nobody saves there or has saved since.
 
     A save that has written nothing yet cannot be seen.
 
     Args:
         root: the run's root.
-        known: what an earlier call returned; only `job.json`, the mark, and places that are new or
-            have another record are read again.
+        known: what an earlier call returned; only `job.json`, the mark and places with other names
+            are read again.
 
     Returns:
-        The names of all places in the root, and a token of the record of each.
+        The names of all places in the root.
 
     Raises:
         OptionError: the run is not marked as ended.
@@ -172,19 +148,28 @@ def check_idle(
         FormatError: the mark is damaged.
         StorageError: the storage failed.
     """
-    mark = check_marked(root)
+    mark = ended(root)
+    if mark is None:
+        raise OptionError(
+            f"{root}: the run is not marked as ended, so no rule deletes its steps; mark it when "
+            "it has ended."
+        )
+    since = f"marked as ended by {shorten(mark.by)} at {shorten(mark.when)}"
+    run = holder(root)
+    if run != mark.run:
+        raise CommitError(
+            f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was "
+            f"{since}; mark it again."
+        )
     names = _names(root)
-    with reading_takes_threads(root):
-        tokens = map_on_threads(lambda name: root.sub(name).change_token(RECORD), names)
-    now = dict(zip(names, tokens, strict=True))
-    listing = _look(root, [name for name in names if name not in known or known[name] != now[name]])
+    listing = _look(root, names - known)
     for place in listing:
         if place.attempt is not None and not same_elements(
             mark.checkpoints.get(place.name), place.attempt
         ):
             raise CommitError(
-                f"{root}: {place.name} was saved after the run was {_since(mark)}; mark it again "
-                "when it has ended."
+                f"{root}: {place.name} was saved after the run was {since}; mark it again when it "
+                "has ended."
             )
     of_the_run = {*map(unfolded, mark.checkpoints.values())}
     unfinished = [
@@ -201,20 +186,16 @@ def check_idle(
                 "nothing is deleted; try again when it has ended. `shardckpt gc` removes "
                 "abandoned saves."
             )
-    return now
+    return names
 
 
-def _since(mark: EndedMark) -> str:
-    return f"marked as ended by {shorten(mark.by)} at {shorten(mark.when)}"
+def _names(root: Store) -> frozenset[str]:
+    return frozenset(name for name, _ in places(root, root.list_children()) if name != ".")
 
 
-def _names(root: Store) -> list[str]:
-    return sorted(name for name, _ in places(root, root.list_children()) if name != ".")
-
-
-def _look(root: Store, names: Sequence[str]) -> list[_Place]:
+def _look(root: Store, names: frozenset[str]) -> list[_Place]:
     with reading_takes_threads(root):
-        return map_on_threads(lambda name: _look_at(root, name), names)
+        return map_on_threads(lambda name: _look_at(root, name), sorted(names))
 
 
 def _look_at(root: Store, name: str) -> _Place:

@@ -8,8 +8,6 @@ is that of `commit.remove`: a tombstone first, so a pin or a tag that comes in t
 
 from __future__ import annotations
 
-import math
-import time
 import tomllib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from shardckpt.options import parse_duration
 from shardckpt.runs import cleaning
 from shardckpt.runs.catalog import CatalogEntry, catalog
 from shardckpt.runs.collecting import GRACE, delete_place
-from shardckpt.runs.ended import check_idle, check_marked
+from shardckpt.runs.ended import check_idle
 from shardckpt.runs.leases import LEASED, LeasedSteps
 from shardckpt.runs.measured import decode_metrics
 from shardckpt.runs.retention import (
@@ -48,10 +46,6 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
-_FRESH = 5.0
-"""Least seconds between two looks at all places of a run."""
-_SHARE = 0.1
-"""Largest share of the time that these looks take."""
 _REASON = "not kept by the rules for ended runs"
 _NOT_LISTED = "it was not among the steps that the dry run listed"
 
@@ -155,8 +149,7 @@ def retain(
     going, left, entries, users = _survey(root, rule)
     if expected is None:
         return RetentionReport(tuple(going), left)
-    idle, leases = _Idle(root), LeasedSteps(root)
-    idle.check()
+    known, leases = check_idle(root), LeasedSteps(root)
     names = {one.name for one in going}
     stays = {
         name: left.get(name, "the rules keep it now")
@@ -175,7 +168,7 @@ def retain(
         if progress is not None:
             progress(done, len(due))
         try:
-            idle.check()
+            check_idle(root, known)
             leased = one not in buried and step_of(one.name) in leases
         except (OptionError, CommitError, FormatError, StorageError) as e:
             failed |= {rest.name: str(e) for rest in due[done:]}
@@ -201,28 +194,6 @@ def retain(
             progress(len(due), len(due))
     others = {one.name: _NOT_LISTED for one in going if one.name not in expected}
     return RetentionReport(tuple(deleted), failed | stays | others)
-
-
-class _Idle:
-    """The check that nobody saves to a run while steps of it are deleted.
-
-    All places are looked at from time to time, as a run may have many.
-    """
-
-    def __init__(self, root: Store) -> None:
-        self._root = root
-        self._known: dict[str, object] = {}
-        self._again = -math.inf
-
-    def check(self) -> None:
-        """Check; errors are those of `check_idle`."""
-        begun = time.monotonic()
-        if begun < self._again:
-            check_marked(self._root)
-            return
-        self._known = check_idle(self._root, self._known)
-        ended = time.monotonic()
-        self._again = ended + max(_FRESH, (ended - begun) / _SHARE)
 
 
 def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
