@@ -357,6 +357,26 @@ def test_the_record_of_an_earlier_version_leads_to_no_place_that_a_later_one_doe
         roots.check(shardckpt.open(root / "based"))
 
 
+def test_a_checkpoint_whose_base_is_gone_or_damaged_is_read_apart_from_what_is_there(tmp_path):
+    state = {"w": np.arange(1000.0), "x": np.ones(3)}
+    with shardckpt.Publisher(tmp_path / "run", catch_up=None) as publisher:
+        for step in range(2):
+            publisher.publish(step, {**state, "w": state["w"] + (np.arange(1000) < step)})
+            publisher.wait()
+    options = SaveOptions(base=tmp_path / "run" / "1", skip="w")
+    shardckpt.save(tmp_path / "based", state, options=options)
+    with serving(("lab", tmp_path)) as service:
+        path, tensors = tmp_path / "run" / "1" / "checkpoint.json", "/v1/checkpoints/lab/based"
+        for damage in (lambda: path.write_bytes(path.read_bytes()[:-9]), path.unlink):
+            damage()
+            roots = Roots([f"lab={tmp_path}"])
+            based = shardckpt.open(tmp_path / "based")
+            roots.check(based)
+            assert [one.tensor for one in based.verify().damage] == ["w"]
+            assert service.ask(f"{tensors}/tensors/x?format=raw").body == np.ones(3).tobytes()
+            assert service.ask(f"{tensors}/tensors/w?format=raw").status >= 400
+
+
 def test_bodies_headers_and_idle_connections_have_limits(runs, monkeypatch):
     monkeypatch.setattr(server, "_REQUEST_SECONDS", 1.5)
     monkeypatch.setattr(guard, "_BODY_SECONDS", 1.0)
