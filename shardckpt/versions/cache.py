@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardckpt.commit.base_places import base_record, has_array
+from shardckpt.commit.base_places import base_location, base_record, chain_places, has_array
 from shardckpt.errors import OptionError
 from shardckpt.format.differences import apply
 from shardckpt.format.table import ArrayChunks
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import Structure
     from shardckpt.io.store import Store
+    from shardckpt.io.url import Location
     from shardckpt.layout.box import BoxArray
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.checkpoint import Checkpoint
@@ -453,13 +454,17 @@ def path_from(
 ) -> list[tuple[Store, CheckpointRecord]] | None:
     """The versions after a base up to the one at `place`, as `path_between`.
 
-    None if the chain does not lead there.
+    None if the chain does not lead there, or not by way of the places that this one names.
     """
     path = [(place, record)]
+    places: frozenset[Location] = frozenset()
     while len(path) <= most and any(map(is_base, chain := path[-1][1].structure.chain)):
         if is_base(chain[0]):
             return path[::-1]
         parent = path[-1][0].location.parent
         assert parent is not None
+        places = places or chain_places(parent, chain)
+        if base_location(parent, chain[0]) not in places:
+            return None
         path.append(base_record(parent, chain[0], "the next version"))
     return None

@@ -351,6 +351,9 @@ def test_the_record_of_an_earlier_version_leads_to_no_place_that_a_later_one_doe
     with pytest.raises(FormatError, match="is not in the chain of the version that is read"):
         shardckpt.open(root / "run" / "4").read("w")
     assert 3 not in [one.step for one in fold(root / "run")]
+    forge(3, 0, "../2")
+    forge(2, 0, (away / "1").as_uri())
+    assert 3 not in [one.step for one in fold(root / "run")]
     # The chain of a base is not among the bases of the checkpoint.
     forge(5, 0, (away / "4").as_uri())
     with pytest.raises(FormatError, match="4 lies outside of the roots"):
