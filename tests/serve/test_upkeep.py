@@ -364,20 +364,39 @@ def test_dry_runs_of_users_do_not_put_off_the_deletion_by_the_keeper(tmp_path):
         jobs.begin(job.number)
         jobs.end(job.number, "done", result={"dry": True, "ended": mark, "steps": steps})
 
-    def add(who):
+    def pass_a_day():
+        moved = (dt.datetime.now(dt.UTC) - dt.timedelta(hours=25)).isoformat(timespec="seconds")
+        jobs._db.execute("UPDATE jobs SET ended = ? WHERE ended IS NOT NULL", (moved,))
+
+    def add(who, apply=None):
         about = {"subject": "lab/a", "destination": None, "who": who, "key": None}
-        return jobs.add("retain", {}, {"run": "lab/a", "apply": None}, **about)[0]
+        return jobs.add("retain", {}, {"run": "lab/a", "apply": apply}, **about)[0]
 
     upkeeper.look()
     (dry,) = jobs.jobs()
     end(dry)
-    moved = (dt.datetime.now(dt.UTC) - dt.timedelta(hours=25)).isoformat(timespec="seconds")
-    jobs._db.execute("UPDATE jobs SET ended = ?", (moved,))
+    pass_a_day()
     for _ in range(3):
         end(add("ann"))
     upkeeper.look()
     last = jobs.jobs()[0]
     assert (last.who, last.arguments["apply"]) == ("rules", dry.number)
+    # A deletion that a user has started is not made twice.
+    jobs.end(last.number, "failed")
+    pass_a_day()
+    upkeeper.look()
+    dry = jobs.jobs()[0]
+    assert dry.arguments["apply"] is None
+    end(dry)
+    pass_a_day()
+    deletion = add("ann", apply=dry.number)
+    upkeeper.look()
+    assert jobs.jobs()[0] == deletion
+    jobs.begin(deletion.number)
+    upkeeper.look()
+    jobs.end(deletion.number, "failed")
+    upkeeper.look()
+    assert jobs.jobs()[0].number == deletion.number
     catalogue.close()
     jobs.close()
 

@@ -73,10 +73,16 @@ class Keeper(BackgroundWork):
         """Start a dry run, or the deletion of what the last one lists.
 
         A dry run from before the run was marked as ended, at the time `marked`, does not count, nor
-        do those that users start.
+        do those of users; but while one runs or waits, nothing is started.
         """
-        mine = self._journal.jobs(operation="retain", subject=run, who=WHO, limit=1)
-        last = next(iter(mine), None)
+        jobs = self._journal.jobs
+        for state in ("queued", "running"):
+            if jobs(operation="retain", subject=run, state=state, limit=1):
+                return
+        mine = jobs(operation="retain", subject=run, who=WHO, limit=1)
+        recent = jobs(operation="retain", subject=run)
+        deletions = [job for job in recent if job.arguments.get("apply") is not None]
+        last = max([*mine, *deletions], key=lambda job: job.number, default=None)
         result = {} if last is None else last.result or {}
         if last is None or (last.state == "done" and result.get("ended") != marked):
             self._start(run, None)
