@@ -308,6 +308,20 @@ def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ende
         assert jobs.job(number).state == "cancelled"
 
 
+def test_a_job_whose_lock_cannot_be_opened_does_not_keep_others_from_being_looked_at(tmp_path):
+    for name in ("lab", "state", "locks"):
+        (tmp_path / name).mkdir()
+    about = {"subject": "lab/a/1", "destination": None, "who": "ann", "key": None}
+    with closing(Journal(tmp_path / "state")) as jobs:
+        roots = Roots([f"lab={tmp_path / 'lab'}"])
+        jobs_of = runner.JobRunner(jobs, tmp_path / "locks", roots, at_once=1, options={})
+        first, second = (jobs.add("unknown", {}, {}, **about)[0].number for _ in range(2))
+        (tmp_path / "locks" / f"{first}.lock").mkdir()
+        jobs_of._start_queued()
+        assert "its lock cannot be read" in jobs_of.waits_for[first]
+        assert jobs.job(second).state == "failed"
+
+
 def test_places_of_jobs_that_wait_for_others_to_end_are_not_looked_at(tmp_path):
     class Counted(Roots):
         located = 0

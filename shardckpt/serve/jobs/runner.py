@@ -248,10 +248,11 @@ class JobRunner(BackgroundWork):
                 or job.operation not in OPERATIONS
                 or job.error in (DAMAGED_ROW, DEADLY)
             ):
-                if self._is_locked(job):
-                    waits[job.number] = _STILL_RUNS
-                else:
+                why = self._why_locked(job)
+                if why is None:
                     self._give_up(job)
+                else:
+                    waits[job.number] = why
                 continue
             why = self._why_not(job)
             if why is not None:
@@ -275,19 +276,21 @@ class JobRunner(BackgroundWork):
                     self._running[job.number] = job, process, thread
         self.waits_for = waits
 
-    def _is_locked(self, job: JobRow) -> bool:
-        """Whether a process that an earlier service has started runs a job."""
+    def _why_locked(self, job: JobRow) -> str | None:
+        """Reason to think that a process of an earlier service runs a job; None if none does."""
         try:
             lock = os.open(self._directory / f"{job.number}.lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(lock)
         except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
         except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
-        return False
+            return _STILL_RUNS
+        except OSError as e:
+            return f"its lock cannot be read ({e.strerror})"
+        return None
 
     def _give_up(self, job: JobRow) -> None:
         """End a queued job that cannot be started."""
