@@ -288,7 +288,8 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     same(lab.root / "one" / "1", lab.root / "llama" / "10")
 
 
-def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ended(tmp_path):
+@pytest.mark.parametrize("when", ["queued", "running"])
+def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ended(tmp_path, when):
     for name in ("lab", "state", "locks"):
         (tmp_path / name).mkdir()
     about = {"subject": "lab/a/1", "destination": None, "who": "ann", "key": None}
@@ -297,8 +298,11 @@ def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ende
         jobs_of = runner.JobRunner(jobs, tmp_path / "locks", roots, at_once=1, options={})
         number = jobs.add("copy", {}, {}, **about)[0].number
         jobs.begin(number)
-        jobs.cancel(number)
+        if when == "running":
+            jobs.cancel(number)
         jobs.end(number, "queued")
+        if when == "queued":
+            assert jobs.cancel(number).state == "queued"
         with (tmp_path / "locks" / f"{number}.lock").open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             jobs_of._start_queued()
@@ -437,7 +441,7 @@ def test_damage_that_a_cancelled_verification_has_found_is_told_of(
         )
         with closing(Service(options)) as service:
             identity = Identity("ann", {"*": "admin"})
-            assert service.upkeep.cancel(identity, number).state == "cancelled"
+            assert service.upkeep.cancel(identity, number).cancelling
     with operated(tmp_path, ("a", tmp_path / "runs"), webhook=webhook) as lab:
         assert lab.wait(number)["state"] == "cancelled"
         lab.service.wait_until(lambda: bodies)

@@ -237,9 +237,10 @@ class Journal(JournalDatabase):
             self.changed.notify_all()
 
     def cancel(self, number: int) -> JobRow:
-        """Cancel a job: a queued one ends at once.
+        """Cancel a job: one that was never started ends at once.
 
-        A running one is marked, and ends when its process has ended.
+        Others are marked, and end when their process has ended: that of an earlier service may
+        still run a queued one.
 
         Raises:
             NotFoundError: there is none. OptionError: it has ended. StorageError: the journal
@@ -251,7 +252,7 @@ class Journal(JournalDatabase):
                 raise OptionError(
                     f"job {number} is {job.state}; only one that waits or runs can be cancelled."
                 )
-            ends = job.state == "queued"
+            ends = not job.tries
             self._write(
                 "UPDATE jobs SET cancelling = 1, state = ?, ended = ? WHERE number = ?",
                 ("cancelled" if ends else job.state, utc_now() if ends else None, number),

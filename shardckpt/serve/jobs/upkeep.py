@@ -21,7 +21,6 @@ from shardckpt.serve.jobs.runner import JobRunner, audited
 from shardckpt.serve.jobs.scrub import Scrubber
 from shardckpt.serve.jobs.silence import SilenceWatch
 from shardckpt.serve.jobs.tally import Tally
-from shardckpt.serve.jobs.verification import CANCELLED, VerificationNotes
 from shardckpt.serve.jobs.webhook import Webhook
 
 if TYPE_CHECKING:
@@ -204,11 +203,7 @@ class Upkeep:
             job.subject,
             job.destination,
         )
-        with self.journal.changed:  # so that it does not start meanwhile
-            if job.operation == "verify" and self.journal.job(number).state == "queued":
-                notes = VerificationNotes(self.journal, self._roots, job.subject, number)
-                notes.end(CANCELLED)
-            return self.journal.cancel(number)
+        return self.journal.cancel(number)
 
     def _require(self, who: Identity, scope: str, subject: str, destination: str | None) -> None:
         """Check that somebody may read a job's roots, and has a scope at the one it writes.
