@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -227,7 +228,9 @@ def _share(n: int, of: int) -> str:
 
 
 def _percent(value: float | str | None) -> str:
-    return "from 0" if value is None else f"{float(value) * 100:.3g}%"
+    if value is None:
+        return "from 0"
+    return "–" if isnan(float(value)) else f"{float(value) * 100:.3g}%"
 
 
 def _json_number(value: float) -> float | str:

@@ -82,7 +82,7 @@ class ElementChange:
     """Euclidean norm of the difference of all elements."""
     relative: float | None
     """The norm as a part of the norm in the first checkpoint; None: that is zero, and the
-    difference is not; NaN: no element there is finite."""
+    difference is not; NaN: no element there is finite, or its norm is too large for a float."""
     largest: float
     """Largest absolute difference of an element; 0: no element differs. NaN: an element is NaN in
     one checkpoint only."""
