@@ -225,14 +225,9 @@ class Scanner(BackgroundWork):
             del children[child]
         before, token = self._seen.get(ident, _Seen()), None
         entry = before.entry
-        if version is None and entry is not None:
+        if version is None and entry is not None and entry.state == "committed":
             token = store.change_token(RECORD)
-        if (
-            token is not None
-            and token == before.token
-            and entry is not None
-            and entry.state == "committed"
-        ):
+        if entry is not None and token is not None and token == before.token:
             entry = with_markers(entry, store, listed)
         else:
             entry = self._entry(ident, store, listed)

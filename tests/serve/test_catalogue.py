@@ -248,6 +248,29 @@ def test_on_an_object_store_a_record_that_is_the_same_is_not_read_again(tmp_path
     catalogue.close()
 
 
+def test_on_an_object_store_no_token_is_asked_for_of_a_record_that_is_read_anyway(
+    tmp_path, monkeypatch
+):
+    root, asked = f"memory://{tmp_path.name}/runs", []
+    save(f"{root}/1")
+    shardckpt.io.store.Store.open(f"{root}/1").write("checkpoint.json", b"damaged")
+    change_token = shardckpt.io.store.Store.change_token
+
+    def counted(store, key):
+        asked.append(key)
+        return change_token(store, key)
+
+    monkeypatch.setattr(shardckpt.io.store.Store, "change_token", counted)
+    catalogue = Catalogue(tmp_path / "state")
+    scanner = Scanner(Roots([f"lab={root}"]), catalogue)
+    for _ in range(3):
+        scanner.announce("lab/1")
+        scanner.scan()
+    assert [one["state"] for one in catalogue.checkpoints(QUERY)[0]] == ["unreadable"]
+    assert not asked
+    catalogue.close()
+
+
 def test_saves_that_are_not_committed_are_shown_until_they_are(scanned):
     root, catalogue, _, ids = scanned
     save(root / "1")
