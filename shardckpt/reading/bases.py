@@ -274,8 +274,10 @@ class Differences:
                     self.places = chain_places(self._checkpoint, self._record.structure.chain)
                 if place.location.parent not in self.places:
                     raise FormatError(
-                        f"{self._checkpoint}: its base {base.url} is not in the chain of the "
-                        "version that is read; one of the two records was not written by shardckpt."
+                        f"{self._checkpoint}: it was replaced since the version that is read "
+                        f"named it: its base {base.url} is not in the chain of that version. Read "
+                        "the newest version; if that is the one, begin a new Publisher, whose "
+                        "first version has all elements."
                     )
                 source = self._open_one(place, record)
                 if isinstance(source.codec, Differences):

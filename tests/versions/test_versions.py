@@ -660,6 +660,20 @@ def test_a_base_with_other_contents_is_refused(tmp_path):
         shardckpt.restore(tmp_path / "p" / "1")
 
 
+def test_a_base_that_was_replaced_by_the_same_contents_with_another_chain_is_told_as_that(
+    tmp_path,
+):
+    for place, steps in (("run", (0, 10, 20, 30)), ("other", (0, 15, 20))):
+        states = [(step, {"w": np.arange(1000) + (np.arange(1000) < step)}) for step in steps]
+        publish_all(tmp_path / place, states, catch_up=None)
+    shutil.rmtree(tmp_path / "run" / "20")
+    for step in ("15", "20"):
+        shutil.copytree(tmp_path / "other" / step, tmp_path / "run" / step)
+    with pytest.raises(FormatError, match=r"run/20: it was replaced .* Read the newest version"):
+        shardckpt.open(tmp_path / "run" / "30").read("w")
+    assert shardckpt.open(tmp_path / "run" / "20").verify().ok
+
+
 def test_records_of_versions_with_differences_are_refused_by_name_by_earlier_releases(tmp_path):
     with shardckpt.Publisher(tmp_path) as publisher:
         for step in range(2):
