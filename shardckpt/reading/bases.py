@@ -158,7 +158,8 @@ class Differences:
         self._older: tuple[ReadableChunks, CheckpointRecord] | None = None
         self.places: frozenset[Location] | None = None
         """The places that the reader may visit: those of the newest record's chain. None: this one
-        is the newest."""
+        is the newest, or a base that a checkpoint names by its attempt. Then its record counts as
+        it is when it is read, which may be later than the check of the service."""
         self._opening = Lock()
         self._of_path = {
             piece.path: (tensor, i)

@@ -163,7 +163,8 @@ class Roots:
     def check(self, checkpoint: Checkpoint) -> Needs:
         """Check that all that a checkpoint needs lies below the roots and the allowed bases.
 
-        Return where, for `check_needs`.
+        Return where, for `check_needs`. Records that can be read only later, or are replaced later,
+        are not checked.
 
         Raises:
             FormatError: a base or a link leads elsewhere.
