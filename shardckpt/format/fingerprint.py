@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from shardckpt.errors import DtypeError, FormatError, StructureMismatchError
+from shardckpt.format.crc_algebra import ONE, product, shift
 from shardckpt.layout.dtypes import by_name, with_plain_bools
 from shardckpt.plan.pieces import chunk_boxes
 
@@ -45,8 +46,6 @@ RunSums = tuple[NDArray[np.int64], Sums]
 _POLYNOMIAL = 0x82F63B78
 """CRC-32C's, reversed. RFC 3720, appendix B.4."""
 _ALL = 0xFFFFFFFF
-_ONE = 1 << 31
-"""x^0."""
 _CLOSED = 0x48674BC7
 """crc32c of any bytes with their own crc32c (4 bytes, little-endian) after them."""
 _TABLE_BITS = 12
@@ -354,11 +353,11 @@ def multiply(one: Sums, other: Sums) -> Sums:
     >>> [hex(n) for n in multiply(one, other)]
     ['0x5', '0x20000000', '0x82f63b78']
     """
-    product, power = np.zeros(one.shape, np.uint32), other.copy()
+    total, power = np.zeros(one.shape, np.uint32), other.copy()
     for bit in range(31, -1, -1):
-        product ^= power * ((one >> np.uint32(bit)) & np.uint32(1))
+        total ^= power * ((one >> np.uint32(bit)) & np.uint32(1))
         power = (power >> np.uint32(1)) ^ (np.uint32(_POLYNOMIAL) * (power & np.uint32(1)))
-    return product
+    return total
 
 
 def crc_with_chunks(crc: int, nbytes: int, count: int) -> int:
@@ -371,33 +370,14 @@ def crc_with_chunks(crc: int, nbytes: int, count: int) -> int:
     >>> crc32c(b"before" + 3 * chunk) == crc_with_chunks(crc32c(b"before"), len(chunk), 3)
     True
     """
-    chunks, shift = 0, _ONE
+    chunks, moved, each = 0, ONE, shift(nbytes, _POLYNOMIAL)
     for bit in f"{count:b}":  # of k chunks, then of 2k or 2k + 1
-        chunks, shift = chunks ^ _product(chunks, shift), _product(shift, shift)
+        chunks, moved = chunks ^ _product(chunks, moved), _product(moved, moved)
         if bit == "1":
-            chunks = _CLOSED ^ _product(chunks, _power(nbytes))
-            shift = _product(shift, _power(nbytes))
-    return _product(crc, shift) ^ chunks
-
-
-@lru_cache(maxsize=1024)
-def _power(nbytes: int) -> int:
-    """x^8n, for any n."""
-    power, square = _ONE, _ONE >> 8
-    while nbytes:
-        if nbytes & 1:
-            power = _product(power, square)
-        square = _product(square, square)
-        nbytes >>= 1
-    return power
+            chunks, moved = _CLOSED ^ _product(chunks, each), _product(moved, each)
+    return _product(crc, moved) ^ chunks
 
 
 def _product(one: int, other: int) -> int:
     """As `multiply`, of one pair."""
-    product = 0
-    while one:
-        if one & 1 << 31:
-            product ^= other
-        one = one << 1 & _ALL
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
-    return product
+    return product(one, other, _POLYNOMIAL)

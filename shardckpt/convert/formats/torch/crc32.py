@@ -1,18 +1,12 @@
-"""The CRC-32 of bytes that were written in parts, in any order.
-
-A CRC is a remainder of polynomials over GF(2). So the CRC of two adjacent parts is the CRC of the
-first, times x to the power of the number of bits of the second, plus the CRC of the second: no byte
-is read again. (zlib's `crc32_combine`, which Python does not offer.)
-"""
+"""The CRC-32 of bytes that were written in parts, in any order; see `format.crc_algebra`."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from shardckpt.format.crc_algebra import product, shift
 
 _POLYNOMIAL = 0xEDB88320
 """Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the
 coefficient of 1."""
-_ONE = 1 << 31
 
 
 class PartsCrc:
@@ -53,26 +47,4 @@ class PartsCrc:
 
 def _append(crc: int, nbytes: int, following: int) -> int:
     """The CRC-32 of two adjacent parts; `nbytes` are those of the second."""
-    return (_times(_shift(nbytes), crc) if crc else 0) ^ following
-
-
-@lru_cache(maxsize=64)
-def _shift(nbytes: int) -> int:
-    """The polynomial x to the power of the number of bits in `nbytes` bytes, mod `_POLYNOMIAL`."""
-    result, power = _ONE, _ONE >> 8  # x^0, x^8
-    while nbytes:
-        if nbytes & 1:
-            result = _times(power, result)
-        power = _times(power, power)
-        nbytes >>= 1
-    return result
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the polynomial."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+    return product(crc, shift(nbytes, _POLYNOMIAL), _POLYNOMIAL) ^ following
