@@ -75,7 +75,9 @@ class LatentStore(Store):
             return True
 
     def _delete(self, key: str) -> None:
-        _objects.pop(self._path(key), None)
+        path = self._path(key)
+        with _changing:
+            _objects.pop(path, None)
 
     def _remove(self, key: str, generation: bytes) -> bool:
         path = self._path(key)
