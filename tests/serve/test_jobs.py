@@ -288,42 +288,48 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     same(lab.root / "one" / "1", lab.root / "llama" / "10")
 
 
+@pytest.fixture
+def queue(tmp_path):
+    """A journal, a runner of its jobs without a service, and a function that adds a job."""
+    for name in ("lab", "state", "locks"):
+        (tmp_path / name).mkdir()
+    about = {"subject": "lab/a/1", "destination": None, "who": "ann", "key": None}
+    with closing(Journal(tmp_path / "state")) as jobs:
+        roots = Roots([f"lab={tmp_path / 'lab'}"])
+        jobs_of = runner.JobRunner(jobs, tmp_path / "locks", roots, at_once=1, options={})
+        yield jobs, jobs_of, lambda operation: jobs.add(operation, {}, {}, **about)[0].number
+
+
 @pytest.mark.parametrize("when", ["queued", "running"])
-def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ended(tmp_path, when):
-    for name in ("lab", "state", "locks"):
-        (tmp_path / name).mkdir()
-    about = {"subject": "lab/a/1", "destination": None, "who": "ann", "key": None}
-    with closing(Journal(tmp_path / "state")) as jobs:
-        roots = Roots([f"lab={tmp_path / 'lab'}"])
-        jobs_of = runner.JobRunner(jobs, tmp_path / "locks", roots, at_once=1, options={})
-        number = jobs.add("copy", {}, {}, **about)[0].number
-        jobs.begin(number)
-        if when == "running":
-            jobs.cancel(number)
-        jobs.end(number, "queued")
-        if when == "queued":
-            assert jobs.cancel(number).state == "queued"
-        with (tmp_path / "locks" / f"{number}.lock").open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            jobs_of._start_queued()
-            assert jobs.job(number).state == "queued"
-            assert "earlier service" in jobs_of.waits_for[number]
+def test_a_cancelled_job_is_over_when_the_process_of_an_earlier_service_has_ended(
+    tmp_path, queue, when
+):
+    jobs, jobs_of, add = queue
+    number = add("copy")
+    jobs.begin(number)
+    if when == "running":
+        jobs.cancel(number)
+    jobs.end(number, "queued")
+    if when == "queued":
+        assert jobs.cancel(number).state == "queued"
+    with (tmp_path / "locks" / f"{number}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         jobs_of._start_queued()
-        assert jobs.job(number).state == "cancelled"
+        assert jobs.job(number).state == "queued"
+        assert "earlier service" in jobs_of.waits_for[number]
+    jobs_of._start_queued()
+    assert jobs.job(number).state == "cancelled"
 
 
-def test_a_job_whose_lock_cannot_be_opened_does_not_keep_others_from_being_looked_at(tmp_path):
-    for name in ("lab", "state", "locks"):
-        (tmp_path / name).mkdir()
-    about = {"subject": "lab/a/1", "destination": None, "who": "ann", "key": None}
-    with closing(Journal(tmp_path / "state")) as jobs:
-        roots = Roots([f"lab={tmp_path / 'lab'}"])
-        jobs_of = runner.JobRunner(jobs, tmp_path / "locks", roots, at_once=1, options={})
-        first, second = (jobs.add("unknown", {}, {}, **about)[0].number for _ in range(2))
-        (tmp_path / "locks" / f"{first}.lock").mkdir()
-        jobs_of._start_queued()
-        assert "its lock cannot be read" in jobs_of.waits_for[first]
-        assert jobs.job(second).state == "failed"
+def test_a_job_whose_lock_cannot_be_opened_does_not_keep_others_from_being_looked_at(
+    tmp_path, queue
+):
+    jobs, jobs_of, add = queue
+    first, second = (add("unknown") for _ in range(2))
+    (tmp_path / "locks" / f"{first}.lock").mkdir()
+    jobs_of._start_queued()
+    assert "its lock cannot be read" in jobs_of.waits_for[first]
+    assert jobs.job(second).state == "failed"
 
 
 def test_places_of_jobs_that_wait_for_others_to_end_are_not_looked_at(tmp_path):
