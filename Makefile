@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
+# Packages of Debian, as root; one call at a time.
+INSTALL := flock $(VENV) sh -c 'test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends "$$@"' install
 # Some files of each folder of tests: those that take least time for what they try.
 QUICK := $(addprefix tests/,state plan golden reshard/rules test_declarations.py test_layout.py test_options.py test_public_api.py \
   $(addprefix cli/test_,bases.py commit.py diff.py export.py import.py info.py ls.py options.py verify.py) \
@@ -33,8 +36,8 @@ ON_FUSE := $(addprefix tests/io/test_,store.py file_systems.py ages.py datafile.
   export_interrupted.py export_places.py to_safetensors.py to_dcp.py to_orbax.py to_torch.py)
 BOTH_WAYS := tests/golden tests/damage/test_swaps.py tests/io/test_moving.py tests/io/test_datafile.py tests/reading/test_bands.py \
   tests/reading/test_reader.py tests/writing/test_encoder.py tests/writing/test_kept.py tests/writing/test_packed.py tests/end_to_end/test_guards.py
-# They change modes, make a pipe, or count what only links spare.
-NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected and not tidied_up_is_made_again
+# They change modes, make a pipe, count what only links spare, or are long and about documents alone.
+NOT_ON_FUSE := not may_not_be_written and not one_place_that_cannot_be_collected and not tidied_up_is_made_again and not no_single_change
 # The tests start hundreds of processes: each would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -70,25 +73,20 @@ sweeps: setup ## those sweeps, and the tests that take seconds each
 	$(PYTEST) -m "slow or long"
 
 browser: setup ## the pages in a real Chromium, which is installed where that can be done
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
-	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
-	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends chromium; } || \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || $(INSTALL) chromium || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
 	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser tests/docs/browser
 
 deploy: setup ## what deploy/ has, with a real nginx, promtool and systemd-analyze, which are installed where that can be done
 	@command -v nginx >/dev/null && command -v promtool >/dev/null && command -v systemd-analyze >/dev/null || \
-	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
-	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends nginx-light prometheus systemd; } || \
+	  $(INSTALL) nginx-light prometheus systemd || \
 	  { echo "nginx, promtool or systemd-analyze is missing, and only root on Debian can be helped: install nginx, prometheus and systemd"; exit 1; }
 	$(BIN)/python -m pytest -p no:xdist -m deploy tests/serve
 
 fuse: setup ## tests of storage, commits and exports on mounts with the habits of NFS and of buckets, where FUSE can be mounted
 	@if ! unshare --mount sh -c ': <>/dev/fuse' 2>/dev/null; then \
 	  echo "No test ran on FUSE: /dev/fuse cannot be opened here, or this user can mount nothing"; exit 0; fi; \
-	$(BIN)/python -c 'import ctypes.util as u; exit(not u.find_library("fuse3"))' || \
-	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
-	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends libfuse3-3; } || \
+	$(BIN)/python -c 'import ctypes.util as u; exit(not u.find_library("fuse3"))' || $(INSTALL) libfuse3-3 || \
 	  { echo "libfuse 3 is missing, and only root on Debian can be helped: install the package libfuse3-3"; exit 1; }; \
 	set -e; \
 	unshare --mount $(BIN)/python -m pytest -p no:xdist -m fuse tests/io/test_fuse.py; \
@@ -207,7 +205,13 @@ pictures: setup ## the pictures of README.md and the site, from real runs; needs
 release: setup ## build wheel and sdist, install them into empty environments, and use each extra alone; ten minutes
 	$(BIN)/python tools/release.py
 
-check: lint types layers examples docs test without-extension sweeps browser deploy fuse ## exactly what CI runs
+# Each of these leaves half of two cores idle. The tests in a browser make `docs`.
+SHORT := lint types layers fuse browser without-extension deploy examples
+
+check: ## exactly what CI runs
+	$(MAKE) --jobs=2 --output-sync $(SHORT)
+	$(MAKE) test
+	$(MAKE) sweeps
 
 clean: ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -127,10 +127,10 @@ def assemble(
     Raises:
         CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
-    place = place.names_later()
+    place = place.synced_later()
     with collector_paused() if place.near else nullcontext():
         record = _assemble(place, known or {}, written or {})
-    place.sync_names()
+    place.sync()
     return record
 
 

@@ -86,14 +86,19 @@ class Capabilities:
                 "storage's own url (gs://, s3://, az://), or save elsewhere."
             )
 
-    def sync_names(self) -> None:
-        """Make all names durable that were put off since `names_later`, and later names at once.
+    def sync(self) -> None:
+        """Make all files durable that were put off since `synced_later`, and later ones at once.
 
         Of stores made with `sub`, too.
         """
 
+    def sync_later(self, path: Path) -> bool:
+        """Note a written file, which `sync` makes durable; False: the caller must do it now."""
+        del path
+        return False
+
     def sync_name(self, path: Path) -> None:
-        """Make the name of a file durable, or note it for `sync_names`."""
+        """Make the name of a file durable, or note it for `sync`."""
 
     def remove_empty(self) -> None:
         """On disk: remove the location's directory if it has no files but locks of killed writers.

@@ -126,6 +126,8 @@ class BlocksOut:
         return begun
 
 
+_SYNCED_TOGETHER = 1 << 20
+"""Most bytes of a data file that is synced with the small files of its attempt."""
 _SUMMED_BYTES = 1 << 20
 """The checksum of fewer bytes comes faster from the bytes than from the number of chunks."""
 Output: TypeAlias = Data | list[Data] | BlocksOut
@@ -149,7 +151,7 @@ class DataFile(Protocol):
         """End the file: nothing is appended any more. Making it durable may have begun."""
 
     def wait(self) -> None:
-        """After `seal`: return when everything is durable.
+        """After `seal`: return when everything is durable, or will be with the store's `sync`.
 
         May run on another thread than `append`.
         """
@@ -249,7 +251,9 @@ class _LocalDataFile:
     def wait(self) -> None:
         with storage_errors("write", self._path):
             try:
-                os.fsync(self._fd)
+                small = self._size <= _SYNCED_TOGETHER and self._final == self._path
+                if not (small and self._store.sync_later(self._path)):
+                    os.fsync(self._fd)
             finally:
                 self.abandon()
             if self._final != self._path:

@@ -1,4 +1,4 @@
-"""Small files on this machine's file systems: read, replaced as one and durably, listed.
+"""Small files on this machine's file systems: read, and replaced as one and durably.
 
 A writer locks `<name>.__lock`, writes the bytes into it, and renames it to `<name>`. TensorStore's
 file driver follows the same protocol, so both may write the same file. If a writer is killed, the
@@ -35,7 +35,6 @@ from shardckpt.io.locks import GONE, HIDDEN, LEAST_PAUSE, MOST_PAUSE, is_at, loc
 from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -48,6 +47,8 @@ _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _MOST_LOOKS = 100
 """Most times in a row that another file than the locked one may be at the name of a lock."""
+_MOST_KEPT = 12
+"""Most files that are open until they are synced together."""
 _ABSENT = b"absent"
 """The generation of a missing file."""
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -155,14 +156,16 @@ def replace(
     generation: bytes | None,
     directories: DurableDirectories | None = None,
 ) -> bool:
-    """Write a file, or replace it, in an existing directory; durable when this returns.
+    """Write a file, or replace it, in an existing directory.
+
+    It is durable when this returns, or, if `directories` puts that off, when they are synced.
 
     Args:
         path: the file.
         data: its bytes.
         generation: write only if the file still has this generation; None: write always.
-        directories: what makes the file's name durable, at once or later; None: it is made durable
-            at once.
+        directories: what makes the file's name durable, and the bytes of a file that is written
+            always, at once or later; None: all is made durable at once.
 
     Returns:
         Whether it was written; False if the file has another generation.
@@ -179,7 +182,10 @@ def replace(
             os.ftruncate(lock.fd, 0)
             os.lseek(lock.fd, 0, os.SEEK_SET)
             write_all(lock.fd, data)
-            os.fsync(lock.fd)
+            # Others rely on a record as soon as it has its name.
+            at_once = generation is not None or lock.mark is not None
+            if directories is None or at_once or not directories.keep(path, lock.path):
+                os.fsync(lock.fd)
             if not is_at(lock.fd, lock.path) and read(lock.path) != data:
                 raise FileNotFoundError(
                     errno.ENOENT, "its directory was removed while it was written", str(path)
@@ -197,29 +203,6 @@ def replace(
         if generation in (None, _ABSENT):
             raise
         return False
-
-
-def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All files below `top` whose names relative to it start with `prefix`.
-
-    Each file is given by its name and directory entry. Links are not followed.
-
-    A file deleted during the listing may be left out.
-    """
-    above = prefix.rpartition("/")[0]
-    try:
-        with os.scandir(top / above) as listing:
-            entries = list(listing)
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        name = f"{above}/{entry.name}" if above else entry.name
-        if not name.startswith(prefix):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from below(top, f"{name}/")
-        elif not is_transient(entry.name):
-            yield name, entry
 
 
 def is_transient(name: str) -> bool:
@@ -261,9 +244,9 @@ _unsynced: set[int] = set()
 class DurableDirectories:
     """Creates directories durably, and remembers which are durable.
 
-    Many new names can be made durable together: those of `later` sync a directory once, when
+    Many new files can be made durable together: those of `later` sync a directory once, when
     `sync_all` is called, however many files and directories are created in it. A file system with a
-    journal then writes it once, and not once per name.
+    journal then writes it once, and not once per file.
     """
 
     def __init__(self, top: Path) -> None:
@@ -278,6 +261,9 @@ class DurableDirectories:
         self._later: dict[Path, bool] | None = None
         """Directories to sync in `sync_all`, and whether this process may lack the right to do it;
         None: they are synced at once."""
+        self._kept: list[tuple[Path, OpenFile]] = []
+        """Files whose bytes are not synced yet. They are open: a file that is opened later may miss
+        an error of writing them."""
 
     def later(self) -> DurableDirectories:
         """The same directories, where syncing is put off until `sync_all`."""
@@ -285,10 +271,22 @@ class DurableDirectories:
         later._synced, later._later = self._synced, {}
         return later
 
+    def keep(self, path: Path, name: Path) -> bool:
+        """Note a written file, which has a `name` for now; False: it must be synced at once."""
+        if self._later is None or len(self._kept) >= _MOST_KEPT:
+            return False
+        self._kept.append((path, OpenFile(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)))
+        return True
+
+    def take_kept(self) -> list[tuple[Path, OpenFile]]:
+        """The files whose syncing was put off; the caller syncs them before `sync_all`."""
+        kept, self._kept = self._kept, []
+        return kept
+
     def sync_all(self) -> None:
         """Make all names durable whose syncing was put off.
 
-        From now on, names are made durable at once.
+        From now on, files are made durable at once.
         """
         for directory, may_fail in (self._later or {}).items():
             self._sync(directory, may_fail=may_fail)
@@ -314,6 +312,7 @@ class DurableDirectories:
 
     def forget(self, top: Path) -> None:
         """A directory and everything below it was removed."""
+        self._kept = [(path, file) for path, file in self._kept if not path.is_relative_to(top)]
         if self._later is not None:
             self._later = {
                 one: may_fail

@@ -188,13 +188,8 @@ def _inner_node(name: str, children: Sequence[_Child]) -> bytes:
         [
             b"\1",  # height
             *(varints([1]), varints([len(name.encode())]), varints([0]), name.encode()),
-            *(
-                varints([len(keys)]),
-                varints(shared),
-                varints([len(r) for r in rest]),
-                varints(none),
-                *rest,
-            ),
+            *(varints([len(keys)]), varints(shared), varints([len(r) for r in rest])),
+            *(varints(none), *rest),
             *(varints(none), varints([child.offset for child in children]), varints(sizes)),
             # Keys, bytes of nodes, and bytes of values outside nodes, at and below each child.
             *(
@@ -300,11 +295,8 @@ def shared_prefixes(keys: Sequence[bytes]) -> NDArray[np.int64]:
     longest = max(map(len, keys))
     at_a_time = max(1, _COMPARED_BYTES // longest)
     for first in range(0, len(counts), at_a_time):
-        table = (
-            np.array(keys[first : first + at_a_time + 1], f"S{longest}")
-            .view(np.uint8)
-            .reshape(-1, longest)
-        )
+        compared = np.array(keys[first : first + at_a_time + 1], f"S{longest}")
+        table = compared.view(np.uint8).reshape(-1, longest)
         counts[first : first + at_a_time] = (table[1:] != table[:-1]).argmax(axis=1)
     return counts
 
@@ -426,6 +418,8 @@ class _Reader:
         """A column of integers."""
         if count > min(MOST_KEYS, len(self._body) - self._at):
             raise ValueError(f"OUT_OF_RANGE: it says that a column has {count} numbers")
+        if count < 16:  # fewer are not worth the setting up of arrays
+            return np.array([self.varint() for _ in range(count)], np.uint64)
         coded = np.frombuffer(
             self._body,
             np.uint8,
@@ -445,7 +439,13 @@ class _Reader:
 
     def varint(self) -> int:
         """An integer."""
-        return int(self.varints(1)[0])
+        number = 0
+        for shift in range(0, 7 * _MOST_VARINT, 7):
+            byte = self.bytes(1)[0]
+            number |= (byte & 127) << shift
+            if byte < 128:
+                return number & _MISSING
+        raise ValueError("OUT_OF_RANGE: it ends in the middle of a number")
 
     def files(self) -> list[str]:
         """A table of data files, relative to the database."""
@@ -453,9 +453,8 @@ class _Reader:
         shared = np.append(np.zeros(min(1, count), np.uint64), self.varints(max(0, count - 1)))
         rest = self.varints(count)
         self.varints(count)  # length of the base path in each name
-        return [
-            name.decode() for name in _decode_prefixed(shared, rest, self.bytes(sum(rest.tolist())))
-        ]
+        names = _decode_prefixed(shared, rest, self.bytes(sum(rest.tolist())))
+        return [name.decode() for name in names]
 
     def places(self, files: list[str], count: int) -> list[Place | None]:
         """A column of places of nodes; None for a tree without keys."""

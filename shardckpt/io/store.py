@@ -311,10 +311,11 @@ class Store(Capabilities, ABC):
         with storage_errors("delete", self.path_of(key)):
             return self._remove(key, generation)
 
-    def names_later(self) -> Store:
-        """The same location, where names of new files become durable only with `sync_names`.
+    def synced_later(self) -> Store:
+        """The same location, where new files become durable only with `sync`.
 
-        This applies to a disk, where `sync_names` syncs each directory once.
+        This applies to a disk, where `sync` syncs them together, and each directory once. What is
+        written on a condition is synced before it gets its name, as others rely on it.
         """
         return self
 

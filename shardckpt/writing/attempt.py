@@ -219,7 +219,7 @@ class Attempt:
             replicas: the share's checksums.
         """
         self._await_turn()
-        store = self.store.names_later()
+        store = self.store.synced_later()
         place = store.sub(self.name)
         if not self.alone:
             us = self.world.process, self.world.processes

@@ -398,7 +398,7 @@ class HostWriter:
             else None,
         )
         self._place.make_parents(record.key)
-        self._place.sync_names()
+        self._place.sync()
         return record, table
 
     def _write_sums(self) -> FileReference | None:

@@ -209,11 +209,8 @@ class PackedWriter:
 
         None if there is none for so many.
         """
-        return (
-            self._files[0].room(nbytes)
-            if not self._store.appends and len(self._files) == 1
-            else None
-        )
+        alone = not self._store.appends and len(self._files) == 1
+        return self._files[0].room(nbytes) if alone else None
 
     def append(
         self,
@@ -363,10 +360,14 @@ class _DataFiles:
             first, begin = last, end
 
     def finish(self) -> None:
-        """Wait until all files are durable."""
-        self._end_file()
+        """Wait until all files are durable, or will be with the store's `sync`."""
+        if not self._store.appends:
+            self._end_file()
         while self._waiting:
             self._settle_one()
+        if self._file is not None:  # without a thread: a small save starts none
+            self._file.wait()
+            self._file = None
         self._background.shutdown()
 
     def abandon(self) -> None:

@@ -61,7 +61,8 @@ def memory_of_all(process):
     for pid in family(process):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+            # No line, if it has ended meanwhile.
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
     return total
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.format.documents import check_key
 from shardckpt.io import files
 from shardckpt.io.buckets import listing
+from shardckpt.io.datafile import begin_write_back
 from shardckpt.io.deletion import delete_file, remove_empty_directory, remove_file, remove_tree
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
@@ -75,14 +77,24 @@ class DiskStore(Store):
         with storage_errors("make a directory for", path):
             self._directories.make(path.parent)
 
-    def names_later(self) -> DiskStore:
+    def synced_later(self) -> DiskStore:
         """See `Store`."""
         return DiskStore(self.location, self._directories.later())
 
-    def sync_names(self) -> None:
+    def sync(self) -> None:
         """See `Store`."""
+        kept = self._directories.take_kept()
+        for _, file in kept:  # all at once, so that a journal takes them together
+            begin_write_back(file.fileno(), 0, 0)
+        for path, file in kept:
+            with storage_errors("write", path), file as fd:
+                os.fsync(fd)
         with storage_errors("write", self._top):
             self._directories.sync_all()
+
+    def sync_later(self, path: Path) -> bool:
+        """See `Store`."""
+        return self._directories.keep(path, path)
 
     def sync_name(self, path: Path) -> None:
         """See `Store`."""
@@ -119,7 +131,7 @@ class DiskStore(Store):
 
     def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         path = self._file(key)
-        self.make_parents(key)
+        self._directories.make(path.parent)
         return files.replace(path, byte_view(data), generation, self._directories)
 
     def _delete(self, key: str) -> None:
@@ -133,7 +145,7 @@ class DiskStore(Store):
         self._directories.forget(self.local_path(prefix))
 
     def _list(self, prefix: str) -> Iterator[str]:
-        return (name for name, _ in files.below(self._file(""), prefix))
+        return (name for name, _ in _below(self._file(""), prefix))
 
     def _times(self, prefix: str) -> Iterator[tuple[str, float]]:
         path = self.local_path(prefix)
@@ -141,7 +153,7 @@ class DiskStore(Store):
             with suppress(FileNotFoundError):
                 yield prefix, path.stat(follow_symlinks=False).st_mtime
             return
-        for name, entry in files.below(path):
+        for name, entry in _below(path):
             with suppress(FileNotFoundError):
                 yield prefix + name, entry.stat(follow_symlinks=False).st_mtime
 
@@ -158,3 +170,26 @@ class DiskStore(Store):
             if name.startswith(prefix)
         }
         return {name: entry.st_size for name, entry in entries.items() if entry is not None}
+
+
+def _below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """All files below `top` whose names relative to it start with `prefix`.
+
+    Each file is given by its name and directory entry. Links are not followed.
+
+    A file deleted during the listing may be left out.
+    """
+    above = prefix.rpartition("/")[0]
+    try:
+        with os.scandir(top / above) as listing:
+            entries = list(listing)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        name = f"{above}/{entry.name}" if above else entry.name
+        if not name.startswith(prefix):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(top, f"{name}/")
+        elif not files.is_transient(entry.name):
+            yield name, entry
