@@ -268,7 +268,7 @@ class DurableDirectories:
     def later(self) -> DurableDirectories:
         """The same directories, where syncing is put off until `sync_all`."""
         later = DurableDirectories(self._top)
-        later._synced, later._later = self._synced, {}
+        later._synced, later._later, later._kept = self._synced, {}, self._kept
         return later
 
     def keep(self, path: Path, name: Path) -> bool:
@@ -280,7 +280,8 @@ class DurableDirectories:
 
     def take_kept(self) -> list[tuple[Path, OpenFile]]:
         """The files whose syncing was put off; the caller syncs them before `sync_all`."""
-        kept, self._kept = self._kept, []
+        kept = self._kept[:]
+        self._kept.clear()
         return kept
 
     def sync_all(self) -> None:
@@ -311,8 +312,8 @@ class DurableDirectories:
                 raise
 
     def forget(self, top: Path) -> None:
-        """A directory and everything below it was removed."""
-        self._kept = [(path, file) for path, file in self._kept if not path.is_relative_to(top)]
+        """Forget a directory that is removed, and everything below it."""
+        self._kept[:] = [one for one in self._kept if not one[0].is_relative_to(top)]
         if self._later is not None:
             self._later = {
                 one: may_fail

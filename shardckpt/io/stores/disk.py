@@ -141,8 +141,9 @@ class DiskStore(Store):
         return remove_file(self._file(key), generation)
 
     def _delete_below(self, prefix: str) -> None:
-        remove_tree(self.local_path(prefix))
+        # First: file systems that keep a deleted file while it is open keep its directory, too.
         self._directories.forget(self.local_path(prefix))
+        remove_tree(self.local_path(prefix))
 
     def _list(self, prefix: str) -> Iterator[str]:
         return (name for name, _ in _below(self._file(""), prefix))
