@@ -26,6 +26,8 @@ class Disk:
     def __init__(self, monkeypatch):
         self.names, self.files, self.syncs = set(), set(), []
         self.lost_at_record, self.lost_at_publication = None, None
+        self.empty_records = []
+        """Records whose bytes a crash would take, and not their names."""
         made, opened, renamed, replaced, synced = os.mkdir, os.open, os.rename, os.replace, os.fsync
 
         def mkdir(path, *args, **kwargs):
@@ -45,6 +47,10 @@ class Disk:
                 source, target = Path(source), Path(target)
                 if target.parent.name == "records":
                     self.lost_at_record = self.lost(but=source)
+                if source in self.files and (
+                    target.name == "checkpoint.json" or target.parent.name == "records"
+                ):
+                    self.empty_records.append(target)
                 if target.name == "checkpoint.json":
                     # Of the first one, that only holds the place, nothing is asked.
                     self.lost_at_publication = self.lost(but=source)
@@ -94,6 +100,7 @@ def test_everything_is_durable_before_the_hosts_record_and_before_the_publicatio
     assert disk.lost_at_record == []
     assert disk.lost_at_publication == []
     assert disk.lost() == []
+    assert disk.empty_records == []
 
 
 def test_a_directory_of_runs_is_durable_before_a_save_beside_finds_it(tmp_path, monkeypatch):
