@@ -124,7 +124,7 @@ static struct comparison changes(char *old, const struct box *new, int64_t n, in
     if (n > 0) {
         cut(&s, new->shape, new->ndim, size, PORTION);
         do {
-            copy_common(&s, portion, (char *)new->data, corner, new->shape, new->step, size, 1);
+            crc = slab_out(&s, portion, (char *)new->data, new->shape, new->step, size, crc);
             const int64_t count = s.nbytes / size;
             char *const at = old + first * size;
             if (size == 1)
@@ -135,7 +135,6 @@ static struct comparison changes(char *old, const struct box *new, int64_t n, in
                 compare(at, portion, first, count, 4, &w, &f);
             else
                 compare(at, portion, first, count, 8, &w, &f);
-            crc = crc32c(crc, portion, s.nbytes);
             first += count;
         } while (next_slab(&s));
     }

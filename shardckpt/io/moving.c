@@ -68,11 +68,12 @@ INLINED uint64_t load(const void *at, int size) {
 
 /* ---- crc32c (polynomial 0x1EDC6F41, reflected) */
 
-enum { STREAM = 2 << 10 };
+enum { STREAM = 2 << 10, COPIED_STREAM = 8 << 10 }; /* stores to close streams hinder each other */
 
 static uint32_t crc_of_byte[256];
-static uint32_t crc_after_stream[4][256]; /* how a checksum changes over so many zero bytes */
+static uint32_t crc_after_stream[4][256]; /* how a checksum changes over STREAM zero bytes */
 static uint32_t (*crc_extend)(uint32_t, const uint8_t *, size_t);
+static size_t (*copy_streams)(uint32_t *, uint8_t *, const uint8_t *, size_t); /* NULL: none */
 
 static uint32_t crc_by_table(uint32_t crc, const uint8_t *at, size_t n) {
     for (; n; n--, at++)
@@ -80,9 +81,11 @@ static uint32_t crc_by_table(uint32_t crc, const uint8_t *at, size_t n) {
     return crc;
 }
 
-static uint32_t after_stream(uint32_t crc) {
-    return crc_after_stream[0][crc & 255] ^ crc_after_stream[1][crc >> 8 & 255] ^
-           crc_after_stream[2][crc >> 16 & 255] ^ crc_after_stream[3][crc >> 24];
+static uint32_t after_zeros(uint32_t crc, size_t n) {
+    for (; n; n -= STREAM)
+        crc = crc_after_stream[0][crc & 255] ^ crc_after_stream[1][crc >> 8 & 255] ^
+              crc_after_stream[2][crc >> 16 & 255] ^ crc_after_stream[3][crc >> 24];
+    return crc;
 }
 
 #if defined(__x86_64__)
@@ -103,21 +106,41 @@ static int has_crc_instruction(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 
 
 #ifdef CRC_INSTRUCTION
 /* The instruction takes three cycles and one can begin in each: so three streams are summed at a
-   time, and joined. */
-CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *at, size_t n) {
-    for (; n >= 3 * STREAM; n -= 3 * STREAM, at += 3 * STREAM) {
-        uint32_t second = 0, third = 0;
-        for (size_t i = 0; i < STREAM; i += 8) {
-            crc = CRC_8(crc, load(at + i, 8));
-            second = CRC_8(second, load(at + STREAM + i, 8));
-            third = CRC_8(third, load(at + 2 * STREAM + i, 8));
+   time, and joined. They are copied on the way if there is a place, so that what is summed is what
+   is there even if the elements change meanwhile. Returns the bytes of all complete streams. */
+CRC_INSTRUCTION INLINED size_t add_streams(uint32_t *crc, uint8_t *to, const uint8_t *at, size_t n,
+                                           size_t stream) {
+    size_t done = 0;
+    for (; n - done >= 3 * stream; done += 3 * stream) {
+        uint32_t first = *crc, second = 0, third = 0;
+        for (size_t i = done; i < done + stream; i += 8) {
+            const uint64_t a = load(at + i, 8), b = load(at + stream + i, 8),
+                           c = load(at + 2 * stream + i, 8);
+            first = CRC_8(first, a);
+            second = CRC_8(second, b);
+            third = CRC_8(third, c);
+            if (to) {
+                memcpy(to + i, &a, 8);
+                memcpy(to + stream + i, &b, 8);
+                memcpy(to + 2 * stream + i, &c, 8);
+            }
         }
-        crc = after_stream(after_stream(crc) ^ second) ^ third;
+        *crc = after_zeros(after_zeros(first, stream) ^ second, stream) ^ third;
     }
-    for (; n >= 8; n -= 8, at += 8)
-        crc = CRC_8(crc, load(at, 8));
-    for (; n; n--, at++)
-        crc = CRC_1(crc, *at);
+    return done;
+}
+
+CRC_INSTRUCTION static size_t copy_by_instruction(uint32_t *crc, uint8_t *to, const uint8_t *at,
+                                                  size_t n) {
+    return add_streams(crc, to, at, n, COPIED_STREAM);
+}
+
+CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *at, size_t n) {
+    size_t i = add_streams(&crc, NULL, at, n, STREAM);
+    for (; n - i >= 8; i += 8)
+        crc = CRC_8(crc, load(at + i, 8));
+    for (; i < n; i++)
+        crc = CRC_1(crc, at[i]);
     return crc;
 }
 #endif
@@ -136,8 +159,10 @@ static void moving_begin(int plain) {
             crc_after_stream[byte][value] = crc_by_table(value << 8 * byte, zeros, STREAM);
     crc_extend = crc_by_table;
 #ifdef CRC_INSTRUCTION
-    if (!plain && has_crc_instruction())
+    if (!plain && has_crc_instruction()) {
         crc_extend = crc_by_instruction;
+        copy_streams = copy_by_instruction;
+    }
 #else
     (void)plain;
 #endif
@@ -146,6 +171,16 @@ static void moving_begin(int plain) {
 /* The checksum of some bytes and of those before them, whose checksum is `crc` (0: none). */
 static uint32_t crc32c(uint32_t crc, const char *at, int64_t n) {
     return ~crc_extend(~crc, (const uint8_t *)at, (size_t)n);
+}
+
+/* The same of bytes that are copied: that takes as long as copying them. */
+static uint32_t copy_summed(uint32_t crc, char *to, const char *from, int64_t n) {
+    uint32_t sum = ~crc;
+    const int64_t done = copy_streams ? (int64_t)copy_streams(&sum, (uint8_t *)to,
+                                                              (const uint8_t *)from, (size_t)n)
+                                      : 0;
+    memcpy(to + done, from + done, (size_t)(n - done));
+    return crc32c(~sum, to + done, n - done);
 }
 
 static void store_crc(uint32_t crc, char *to) {
@@ -358,6 +393,22 @@ static int read_all(int fd, char *into, int64_t n, char *then, int64_t more, int
     return MOVED;
 }
 
+/* Copy a slab of a chunk from the box of its elements, and add it to the chunk's checksum. */
+static uint32_t slab_out(const struct slabs *s, char *slab, char *box, const int64_t *shape,
+                         const int64_t *step, int64_t itemsize, uint32_t crc) {
+    const char *from = box;
+    int joined = 1;
+    for (int d = 0; d < s->ndim; d++) {
+        joined &= s->start[d] + s->size[d] <= shape[d] &&
+                  (s->size[d] == 1 || step[d] == s->step[d]);
+        from += s->start[d] * step[d];
+    }
+    if (joined)
+        return copy_summed(crc, slab, from, s->nbytes);
+    copy_common(s, slab, box, corner, shape, step, itemsize, 1);
+    return crc32c(crc, slab, s->nbytes);
+}
+
 /* ---- writing */
 
 struct block {
@@ -413,8 +464,7 @@ static int move_out(const struct writing *w, struct progress *p) {
             char *slab = w->scratch + filled;
             if (cut_off)
                 memset(slab, 0, (size_t)s.nbytes);
-            copy_common(&s, slab, box, corner, shape, block->step, w->itemsize, 1);
-            crc = crc32c(crc, slab, s.nbytes);
+            crc = slab_out(&s, slab, box, shape, block->step, w->itemsize, crc);
             filled += s.nbytes;
         } while (next_slab(&s));
         if (w->room - filled < CHECKSUM_BYTES) {
