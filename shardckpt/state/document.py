@@ -395,7 +395,8 @@ def child(node: Node | None, key: PathKey) -> Node | None:
 def of_process(node: Node, process: int) -> Node | None:
     """A state as one process has it: without the values that belong to other processes.
 
-    None if nothing is left.
+    A list or tuple that loses an item becomes a dict from index to item, as in `unflatten`. None if
+    nothing is left.
     """
     if not isinstance(node, Branch):
         return node
@@ -410,7 +411,15 @@ def of_process(node: Node, process: int) -> Node | None:
         kept is old for (_, kept), old in zip(left, node.children, strict=True)
     ):
         return node
-    return replace(node, keys=[key for key, _ in left], children=[kept for _, kept in left])
+    is_shorter = len(left) < len(node.keys)
+    if is_shorter and not left and node.form != "dict":
+        return None
+    return replace(
+        node,
+        form="dict" if is_shorter else node.form,
+        keys=[key for key, _ in left],
+        children=[kept for _, kept in left],
+    )
 
 
 def local_branches(node: Node) -> Iterator[Branch]:

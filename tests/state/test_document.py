@@ -286,3 +286,10 @@ def test_a_list_without_the_values_of_other_processes_keeps_its_indices():
     values = {"a/0/0": "A", "a/1": "B"}
     assert unflatten(of_process(tree, 0), values) == {"a": ["A", "B"], "b": (1, 2)}
     assert unflatten(of_process(tree, 1), values) == {"a": {1: "B"}, "b": (1, 2)}
+
+
+def test_a_list_or_tuple_without_its_last_items_does_not_become_a_shorter_one():
+    mine = {"$local": {"0": "$tensor"}}
+    tree = parse({"a": ["$tensor", mine], "b": {"$tuple": ["$tensor", mine]}, "c": [mine], "d": []})
+    values = {"a/0": "A", "b/0": "B"}
+    assert unflatten(of_process(tree, 1), values) == {"a": {0: "A"}, "b": {0: "B"}, "d": []}
