@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -25,6 +26,7 @@ import pytest
 import torch
 from foreign_contents import contents
 from foreign_states import described, without_torch
+from forgery import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -746,3 +748,24 @@ def test_a_small_file_that_claims_exbibytes_is_refused_in_little_memory(tmp_path
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("large", ["pickle", "list of entries"])
+def test_a_file_with_a_long_hole_in_place_of_its_pickle_or_its_list_is_not_read(tmp_path, large):
+    path, hole = tmp_path / "hostile.pt", 2 << 30
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", b"")
+        (info,) = archive.infolist()
+        if large == "pickle":
+            info.file_size = info.compress_size = hole
+            archive.start_dir += hole
+    if large == "list of entries":
+        data = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(hole)
+            ends = struct.pack(
+                "<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, hole - len(data), len(data), 0
+            )
+            file.write(ends)
+    with at_most(512 << 20), pytest.raises(FormatError, match=f"{1 << 30} are expected"):
+        opened(path)

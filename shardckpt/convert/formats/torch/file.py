@@ -29,6 +29,7 @@ from shardckpt.convert.formats.torch.objects import TABLE, storage_of
 from shardckpt.convert.formats.torch.unpickling import unpickle
 from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError
+from shardckpt.io.files import LARGEST_WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,7 +108,7 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE) -> TorchFil
         table: replacements of the names in the pickle.
 
     Raises:
-        FormatError: it is not such a file, or is malformed.
+        FormatError: it is not such a file, is malformed, or has a pickle that is too long.
         CorruptionError: its pickle fails its checksum.
         MissingDataError, StorageError: it cannot be read.
     """
@@ -211,7 +212,17 @@ class _Ends(io.RawIOBase):
         return bytes(self.span.read(max(0, len(self.span) - WINDOW), len(self.span)))
 
     def part(self, start: int, stop: int) -> bytes:
-        """Read a range of its bytes."""
+        """Read a range of its bytes.
+
+        Raises:
+            FormatError: it has more than `LARGEST_WHOLE` bytes.
+        """
+        if stop - start > LARGEST_WHOLE:
+            raise FormatError(
+                f"{self.span}: its pickle or its list of entries has {stop - start} bytes, at most "
+                f"{LARGEST_WHOLE} are expected; it is damaged, or has large values that are not "
+                "tensors. Load it with torch and save these as tensors."
+            )
         if stop <= len(self.head):
             return self.head[start:stop]
         before = len(self.span) - len(self.tail)
