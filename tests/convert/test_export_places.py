@@ -231,6 +231,27 @@ def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place)
     assert [directory.exists() for directory in (*others, own)] == [True, True, False]
 
 
+def test_what_a_killed_export_of_another_form_left_under_a_name_is_removed(tmp_path, place):
+    directory, file = tmp_path / ".model.0123abcd.partial", tmp_path / ".state.0123abcd.partial"
+    directory.mkdir()
+    for path in (directory / "0", file):
+        path.write_bytes(b"half")
+    shardckpt.export(place, tmp_path / "model", to="torch")
+    shardckpt.export(place, tmp_path / "state", to="dcp")
+    assert names(tmp_path) == ["c", "model", "state"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_does_not_take_the_place_of_finished_directories_beside_it(
+    tmp_path, place, overwrite
+):
+    left = [".model.0123abcd.complete", ".model.0123abcd.replaced"]
+    for name in left:
+        (tmp_path / name).mkdir()
+    shardckpt.export(place, tmp_path / "model", to="torch", overwrite=overwrite)
+    assert names(tmp_path) == [*left, "c", "model"]
+
+
 def test_a_directory_that_was_about_to_be_replaced_is_brought_back(tmp_path, place):
     out, replaced, draft = (
         tmp_path / "d",

@@ -103,8 +103,9 @@ class Draft:
         has the name."""
         self._check_final()
         check_export_space(Store.open(location), self.final, nbytes)
-        for draft in leftovers:
-            self._remove(draft.with_suffix(REPLACED))
+        if marks is not None:  # a file takes the place of no directory
+            for draft in leftovers:
+                _remove(draft.with_suffix(REPLACED))
         with storage_errors("make a directory for", self.final):
             DurableDirectories(self.final.parent).make(self.final.parent)
         while not self._create():
@@ -167,8 +168,9 @@ class Draft:
                 self.path.unlink(missing_ok=True)
             sync_directory(self.final.parent)
             self._open.close()
-        for finished in self._finished:
-            self._remove(finished)
+        if self._marks is not None:
+            for finished in self._finished:
+                _remove(finished)
 
     def abandon(self) -> None:
         """Remove the draft.
@@ -179,7 +181,7 @@ class Draft:
             with suppress(OSError):
                 settle(self.path, self.final, self._marks, (REPLACED, COMPLETE))
         else:
-            self._remove(self.path)
+            _remove(self.path)
         with suppress(OSError):
             self._open.close()
 
@@ -261,7 +263,7 @@ class Draft:
         except OSError as e:
             raise neither_is_named(draft, self.final, e) from e
         for suffix in (PARTIAL, COPY):
-            self._remove(draft.with_suffix(suffix))
+            _remove(draft.with_suffix(suffix))
         replaced = draft.with_suffix(REPLACED)
         if named and not self._overwrite and exists(replaced, follow=False):
             killed = (
@@ -280,12 +282,14 @@ class Draft:
                 )
             )
 
-    def _remove(self, path: Path) -> None:
-        with suppress(OSError):
-            if self._marks is None:
-                path.unlink()
-            else:
-                remove_tree(path)
+
+def _remove(path: Path) -> None:
+    """Remove a file or directory, if possible."""
+    with suppress(OSError):
+        if is_directory(path):
+            remove_tree(path)
+        else:
+            path.unlink()
 
 
 def check_export_space(store: Store, place: Path, nbytes: int) -> None:
