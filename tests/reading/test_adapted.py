@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from math import prod
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -327,6 +328,25 @@ def test_parts_of_a_tensor_are_those_of_an_export(tmp_path, rule, shape):
     shardckpt.restore(tmp_path / "c", like, mapping=tmp_path / "map.toml")
     for name, array in expected.items():
         np.testing.assert_array_equal(like[name], array)
+
+
+def test_numbers_that_a_built_in_mapping_names_come_from_a_copy_as_the_error_says(tmp_path):
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    shardckpt.save(tmp_path / "c", {name.format(part): np.arange(8)[:, None] for part in "qk"})
+    with pytest.raises(
+        errors.OptionError,
+        match=r"mapping hf-llama-meta, rule 2: rotary, heads names 'num_attention_heads', which "
+        r"nothing says; .* table \[values\] .*copy it from shardckpt/reading/naming/mappings\)",
+    ):
+        shardckpt.restore(tmp_path / "c", mapping="hf-llama-meta")
+    folder = Path(shardckpt.__file__).parent / "reading/naming/mappings"
+    built_in = (folder / "hf-llama-meta.toml").read_text().replace("optional = true", "")
+    copy = built_in.replace("[[map]]", "[[map]]\noptional = true")
+    values = "[values]\nnum_attention_heads = 1\nnum_key_value_heads = 2\n"
+    (tmp_path / "m.toml").write_text(f"{copy}\n{values}")
+    restored = shardckpt.restore(tmp_path / "c", mapping=tmp_path / "m.toml")
+    for part, rows in (("q", [0, 4, 1, 5, 2, 6, 3, 7]), ("k", [0, 2, 1, 3, 4, 6, 5, 7])):
+        assert restored[f"layers.0.attention.w{part}.weight"].ravel().tolist() == rows
 
 
 def test_a_tensor_that_a_mapping_makes_may_have_the_name_of_a_stored_one(tmp_path):

@@ -204,8 +204,10 @@ class _RuleParser:
             if value not in self._values:
                 self._refuse(
                     f"{key} names {shorten(value)}, which nothing "
-                    f"says{did_you_mean(value, self._values)}; give the model's config.json, or a "
-                    "table [values]"
+                    f"says{did_you_mean(value, self._values)}; add it to the mapping file in a "
+                    "table [values] (a built-in mapping: copy it from "
+                    "shardckpt/reading/naming/mappings); or, unless this is a restore, give the "
+                    "model's config.json"
                 )
             return self._number(self._values[value], f"{key}, {value}")
         if type(value) is not int or value < 1:
