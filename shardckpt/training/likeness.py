@@ -308,7 +308,7 @@ class SetApart:
         ]
         if wrong:
             raise StructureMismatchError(
-                f"{few(wrong)} share memory with other tensors of these objects, and the "
+                f"other tensors of these objects share memory with {few(wrong)}, and the "
                 "checkpoint has different values for the same elements; give each a tensor of its "
                 "own, or leave names out with only=. The contents of these tensors are undefined "
                 "now."

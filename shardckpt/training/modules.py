@@ -326,7 +326,7 @@ class NamedModule:
                 wrong.append(name)
         if wrong:
             raise StructureMismatchError(
-                f"{shown(self.key)}: {few(wrong)} share memory with other tensors of the module, "
+                f"{shown(self.key)}: other tensors of the module share memory with {few(wrong)}, "
                 "and the checkpoint has different values for the same elements; restore into a "
                 "module that has memory for each, or leave names out with only=. The contents of "
                 "these tensors are undefined now."

@@ -94,7 +94,7 @@ def test_values_that_one_memory_cannot_hold_are_refused(tmp_path, kind):
     shardckpt.save(tmp_path / "c", {"model": apart})
     with pytest.raises(
         StructureMismatchError,
-        match=r"'model': .* share memory with other tensors of the module, and the checkpoint has",
+        match=r"'model': other tensors of the module share memory with .+, and the checkpoint has",
     ):
         shardckpt.restore(tmp_path / "c", state_of(model=model))
 
