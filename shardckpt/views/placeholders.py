@@ -249,6 +249,8 @@ class Recorder:
         """Addresses of the storages into which copies are noted."""
         self.read_at_once: Counter[str] = Counter()
         """Operation → how often it needed elements while the model loaded."""
+        self.changes_tensors = False
+        """Whether the model has changed a placeholder in place, and was called again."""
         self._written: Counter[int] = Counter()
         """Address of a storage → elements that were copied or written to it."""
         self.boxes: set[tuple[int, Box]] = set()
@@ -275,9 +277,8 @@ class Recorder:
                 returned = load_weights(self.placeholders())
             self.fill()
         except _ChangedInPlaceError as changed:
-            _log.warning(
-                "%s: %s changes a tensor in place; all tensors are read completely", where, changed
-            )
+            _log.warning("%s: %s changes a tensor in place; all tensors are read", where, changed)
+            self.changes_tensors = True
             with self._lock:
                 self._noted.clear()
                 self._touched.clear()
@@ -375,14 +376,9 @@ class Recorder:
 
     def read(self, source: Placeholder, operation: str) -> torch.Tensor:
         """The elements that a placeholder stands for, for an operation that needs them now."""
-        name = self._arrays[source.number].name
+        where, name = self._view.checkpoint.location, self._arrays[source.number].name
         self.read_at_once[operation] += 1
-        _log.info(
-            "%s: %s needs all elements of %s at once",
-            self._view.checkpoint.location,
-            operation,
-            name,
-        )
+        _log.info("%s: %s needs all elements of %s at once", where, operation, name)
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
         part = _Part.of(source, self._arrays[source.number].shape)

@@ -25,6 +25,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -99,6 +100,8 @@ class _ModelFollower(Follower):
         """Name, shape and dtype of the tensors, for which the boxes hold."""
         self.boxes: set[tuple[int, Box]] = set()
         """Position in `ModelView.arrays()` and box."""
+        self.changes_tensors = False
+        """See `Recorder.changes_tensors`."""
 
     def take_back(self) -> None:
         """Let `poll` give the version given last once more."""
@@ -240,6 +243,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         with set_current_vllm_config(self.vllm_config), _unpack(self.model):
             load_weights(where, self.model, recorder, advice)
         follower.forms, follower.boxes = forms, recorder.boxes
+        follower.changes_tensors = recorder.changes_tensors
 
     def _prepare(self, version: FollowedVersion) -> None:
         try:
@@ -314,18 +318,35 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             )
         view = follower.view(version.checkpoint)
         proof = ReadProof(view)
+        recorder = Recorder(view, proof.add, copy_at_once=True)
         self._applied, self._is_broken = None, True
 
         def load() -> None:
             with version.reading():
                 initialize_layerwise_reload(self.model)
-                Recorder(view, proof.add, copy_at_once=True).run(self._reload)
+                recorder.run(partial(self._reload, follower, recorder))
 
         _on_all_ranks(f"{version.checkpoint.location}: the version could not be loaded", load)
         self._is_broken = False
         self._applied = version, view, proof
 
-    def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _reload(
+        self,
+        follower: _ModelFollower,
+        recorder: Recorder,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+    ) -> None:
+        """Call the model's `load_weights`, once: vLLM counts the elements that each layer got.
+
+        A model that changed placeholders in the rehearsal gets tensors.
+        """
+        if recorder.changes_tensors:
+            raise OptionError(
+                f"{follower.root}: the model changes a tensor in place, which it did not in the "
+                "rehearsal; start vLLM again."
+            )
+        if follower.changes_tensors:
+            tensors = ((name, placeholder.clone()) for name, placeholder in tensors)
         self.model.load_weights(tensors)
         finalize_layerwise_reload(self.model, self.model_config)
 

@@ -196,6 +196,11 @@ def test_a_model_that_changes_what_it_is_given_gets_tensors(url, change, caplog)
     assert torch.equal(into, expected)
     assert "changes a tensor in place" in caplog.text
     assert sum(recorded.read_at_once.values()) == 4
+    assert recorded.changes_tensors
+    again = Recorder(ModelView(place))
+    again.run(lambda weights: load_weights((name, one.clone()) for name, one in weights))
+    assert torch.equal(into, expected)
+    assert not again.changes_tensors
 
 
 def test_a_fused_parameter_that_lacks_a_part_is_named(url):

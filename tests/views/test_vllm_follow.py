@@ -267,6 +267,25 @@ def test_what_cannot_be_followed_is_refused_and_leaves_the_engine_as_it_is(train
         engine.kill()
 
 
+@pytest.mark.parametrize("moment", ["always", "after the rehearsal"])
+def test_a_model_that_changes_a_tensor_in_place_is_loaded_once(tmp_path, moment):
+    """VLLM counts what a layer is given: a second call left memory that nobody had filled."""
+    done = subprocess.run(
+        [sys.executable, str(CHILDREN / "vllm_in_place.py"), str(tmp_path), moment],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if moment == "always":
+        assert answer == {"p": [1] * 8, "q": [2] * 8, "r": [6] * 8}
+    else:
+        assert "did not in the rehearsal; start vLLM again" in answer[0]
+        assert "an earlier update failed while it changed" in answer[1]
+
+
 def test_quantised_models_are_refused_by_name():
     from shardckpt.views.vllm_follow import FollowEngine, FollowInit
 
