@@ -12,10 +12,11 @@ this one's place, or none is there any more, that is an error, and no damage.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
 from shardckpt.io.failures import raise_unless_damage
 from shardckpt.io.store import Store
-from shardckpt.io.threads import collector_paused, lasts_seconds
+from shardckpt.io.threads import collector_paused, lasts_seconds, map_on_threads
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.inspection import every_chunk
@@ -47,13 +48,15 @@ from shardckpt.reading.reader import ChunkReader, ReadStats, open_chunks, open_r
 from shardckpt.text import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.format.bases import Base
-    from shardckpt.format.documents import FileReference
+    from shardckpt.format.documents import FileReference, TableReference
     from shardckpt.format.structure import TensorRecord
     from shardckpt.format.table import Table
 
+    T = TypeVar("T")
+    R = TypeVar("R", FileReference, TableReference)
     Progress = Callable[[int, int, int], None]
     """Called with chunks checked so far and in all, and bytes of chunks that were read."""
 
@@ -335,25 +338,21 @@ class _Verification:
         ] = {}  # each once, because hosts with the same contents share a file
         # The record need not have the version of hosts' values.
         own_version: set[FileReference | None] = set()
-        for reference in self.record.hosts:
-            with self._reporting(reference.key):
-                host = read_host_files(self.place, reference)
-                self.lanes += host.lanes
-                own.append(host.table)
-                others |= dict.fromkeys(host.plain)
-                own_version.add(host.values)
+        for host in self._read_each(partial(read_host_files, self.place), self.record.hosts):
+            self.lanes += host.lanes
+            own.append(host.table)
+            others |= dict.fromkeys(host.plain)
+            own_version.add(host.values)
         if self.record.fingerprint is not None:
             others[self.record.fingerprint] = None
-        for part in others:
-            with self._reporting(part.key):
-                data = self.place.read(part.key)
-                part.check(data, f"{self.place}/{part.key}")
-                if part not in own_version:
-                    self.versions.append(format_version(data, part.key))
-        tables = []
-        for table in own:
-            with self._reporting(table.key):
-                tables.append(read_table(self.place, table))
+
+        def checked_version(part: FileReference) -> tuple[int, int] | None:
+            data = self.place.read(part.key)
+            part.check(data, f"{self.place}/{part.key}")
+            return None if part in own_version else format_version(data, part.key)
+
+        self.versions += self._read_each(checked_version, others)
+        tables = self._read_each(partial(read_table, self.place), own)
         try:
             return WholeTable(merge_tables(tables))
         except FormatError as e:
@@ -373,14 +372,19 @@ class _Verification:
         for file, reason in faults:
             self._report(Damage(None, None, f"{self.record.attempt}/{file}", reason))
 
-    @contextmanager
-    def _reporting(self, file: str) -> Iterator[None]:
-        """Report an error inside as damage to a file, and continue."""
-        try:
-            yield
-        except ShardckptError as e:
-            raise_unless_damage(e, self.place.read_versioned)
-            self._damaged_file(file, e)
+    def _read_each(self, read: Callable[[R], T | None], references: Iterable[R]) -> list[T]:
+        """Read files, several at once; report the damaged ones, and return what the others gave."""
+
+        def read_or_report(reference: R) -> T | None:
+            try:
+                return read(reference)
+            except ShardckptError as e:
+                raise_unless_damage(e, self.place.read_versioned)
+                self._damaged_file(reference.key, e)
+                return None
+
+        results = map_on_threads(read_or_report, references)
+        return [result for result in results if result is not None]
 
     def _report(self, damage: Damage) -> None:
         """Report damage; called by several threads."""

@@ -4,13 +4,17 @@ bounded size."""
 import contextlib
 import dataclasses
 import shutil
+from fnmatch import fnmatch
 from functools import partial
 from itertools import pairwise
+from threading import Barrier
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_store import LatentStore
+from one_of_several import on_threads
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
@@ -234,6 +238,25 @@ def test_a_checkpoint_whose_files_are_deleted_before_its_record_is_not_damaged(t
     with pytest.raises(errors.ReplacedError, match="the checkpoint was deleted while"):
         check(checkpoint, on_damage=lambda _damage: shutil.rmtree(tmp_path / "c", True))
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("names", ["records/*.json", "hosts/0*/table"])
+def test_the_files_of_all_hosts_are_asked_for_at_once(latent, names):
+    hosts = 3
+    on_threads(hosts, lambda coordinator: shardckpt.save(latent, TENSORS, coordinator=coordinator))
+    all_asked = Barrier(hosts, timeout=5)
+
+    class Meeting(LatentStore):
+        """The answer about a file of a host comes when those of all hosts are asked for."""
+
+        def _read(self, key, start, stop, *, versioned):
+            if fnmatch(key, names):
+                all_asked.wait()
+            return super()._read(key, start, stop, versioned=versioned)
+
+    checkpoint = shardckpt.open(latent)
+    assert len(checkpoint.record.hosts) == hosts
+    assert verify(Meeting(checkpoint.location), checkpoint.record).ok
 
 
 def test_a_position_that_no_verification_of_the_checkpoint_can_have_is_refused(tmp_path):
