@@ -55,8 +55,9 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
     """
     try:
         names = store.list_children()
-    except StorageError:  # a file
-        other = other_format([store.location.name])
+    except StorageError as e:
+        is_file = isinstance(e.__cause__, NotADirectoryError)
+        other = other_format([store.location.name]) if is_file else None
         if other is None:
             raise
         return _foreign(store, other)

@@ -11,6 +11,7 @@ from emulators import environment
 from fault_proxy import FaultProxy
 from fault_rules import Rule
 
+import shardckpt
 from shardckpt.errors import StorageError
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.buckets.bucket import Bucket, open_bucket
@@ -177,3 +178,10 @@ def test_a_bucket_that_is_not_there_is_an_error_that_says_so(cloud):
         for use in (store.list, store.list_children, store.delete_prefix):
             with pytest.raises(StorageError, match=r"no such bucket .*create it"):
                 use()
+
+
+@pytest.mark.parametrize("name", ["run", "model.safetensors", "model.pt"])
+def test_nothing_is_taken_for_a_file_of_another_format_in_a_bucket_that_is_not_there(cloud, name):
+    url = f"{cloud.scheme}://no-such-bucket/{name}"
+    with environment(cloud.env()), pytest.raises(StorageError, match=rf"{url}: there is no such b"):
+        shardckpt.open(url)
