@@ -424,9 +424,13 @@ def await_answer(key: str, process: int, number: int = 0) -> Steps[Any]:
             )
         late = yield Wait()
         if late is not None:
-            yield from _overdue(
-                process, _without_answer(process, (yield Get(f"{key}/missing")), number), late
-            )
+            others = _without_answer(process, (yield Get(f"{key}/missing")), number)
+            silent: list[int] = []
+            for p in others[:_NAMED]:  # process 0 may have gone before they came
+                data = yield Get(f"{key}/{p}")
+                if data is None or decode(data)[0] < number:
+                    silent.append(p)
+            yield from _overdue(process, [*silent, *others[_NAMED:]] or [0], late)
 
 
 def _are_there(key: str, values: dict[int, Any], processes: int, number: int = 0) -> Steps[bool]:

@@ -683,6 +683,24 @@ def test_when_time_is_up_those_that_came_name_those_that_did_not(came):
         )
 
 
+def test_a_process_that_came_after_process_0_had_gone_is_not_named():
+    store = {}
+    first, leader, second = (gather("key", p, 3, encode(p)) for p in (1, 0, 2))
+
+    def run(steps, result=None):
+        """Go on until it waits."""
+        while not isinstance(operation := steps.send(result), Wait):
+            result = store.get(operation.key) if isinstance(operation, Get) else None
+            if isinstance(operation, Set):
+                store[operation.key] = operation.value
+
+    for steps in (first, leader, second):
+        run(steps)
+    for number, steps in ((1, first), (2, second)):
+        with pytest.raises(CoordinationError, match=f"process {number} waited 9 s for process 0,"):
+            run(steps, Late(9.0, is_over=True))
+
+
 def test_without_process_0_the_others_name_process_0():
     store = {"hello/0": b"", "run0/start/all": json.dumps([0, 0]).encode()}
     process = Process(1, 2, store)
