@@ -179,9 +179,9 @@ def measure_write(url: str | os.PathLike[str]) -> Rate:
     try:
         store.write(key, data)
         seconds = perf_counter() - begun
+        store.delete(key)
     except BaseException:
         with suppress(StorageError):  # the first error says more
             store.delete(key)
         raise
-    store.delete(key)
     return Rate.measured(WRITTEN, seconds)

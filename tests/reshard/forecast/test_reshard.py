@@ -1,11 +1,17 @@
 """The forecast of a reshard agrees with a real reshard, and with restores after it."""
 
+import uuid
+from itertools import count
+
 import numpy as np
 import pytest
+from interrupting import interrupted
 from simulated_readers import read_by_host
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.io.store import Store
+from shardckpt.reshard.forecast import rates
 from shardckpt.reshard.forecast.document import document
 from shardckpt.reshard.forecast.forecast import forecast, known_places
 from shardckpt.reshard.forecast.rates import Rates, given_rates
@@ -153,3 +159,21 @@ def test_times_follow_from_the_rates(tmp_path):
     assert (
         document(forecast(checkpoint, plan, Rates(), options=options))["reshard"]["seconds"] is None
     )
+
+
+def test_a_measurement_that_is_interrupted_leaves_no_object():
+    store = Store.open(f"memory://{uuid.uuid4().hex}")
+
+    def left(at):
+        """What is left if Ctrl-C comes at an instant; None where it was over."""
+        return interrupted(
+            at,
+            rates.__file__,
+            lambda _code: False,
+            lambda: rates.measure_write(str(store)),
+            lambda: [*store.list()],
+        )
+
+    instants = [*iter(map(left, count()).__next__, None)]
+    assert len(instants) > 5
+    assert instants == [[]] * len(instants)
