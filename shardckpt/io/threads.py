@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 SWITCH_SECONDS = 0.0005
 """Seconds for which a thread that is busy in Python may keep the interpreter from a thread of ours.
 Python's own value is ten times as long."""
-SHORT = 2 << 30
-"""Most bytes that are read from a disk in a matter of seconds."""
+SHORT_READ = 2 << 30
+"""Most bytes that are read from a disk in a matter of seconds. The collector may pause during all
+of it; after each of several pauses, it would visit all objects that were created meanwhile."""
 AT_ONCE = 16
 """Small reads in flight at a time; on an object store each needs a round trip."""
 
@@ -166,15 +167,6 @@ def prompt_turns() -> Iterator[None]:
     """
     with _switching.changed():
         yield
-
-
-def lasts_seconds(nbytes: int) -> bool:
-    """Whether a task that reads so many bytes from a disk is a matter of seconds.
-
-    The collector may then pause during all of the task; after each of several pauses, it would
-    visit all objects that have been created meanwhile.
-    """
-    return nbytes <= SHORT
 
 
 class _AtWork:
@@ -357,14 +349,16 @@ class Workers:
         self.at_once = threads
         """Most threads that work for one caller."""
         self._pool = ThreadPoolExecutor(threads, name)
+        self._callers: set[int] = set()
 
-    def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
+    def do(self, work: Callable[[T], object], tasks: Iterable[T], *, joins: bool = False) -> None:
         """Call `work` for each task; the first error stops the rest, and is raised.
 
         Tasks are drawn as threads get free.
 
         The calling thread does the work itself if there is only one task, or if only one thread
-        works at a time. When this returns or raises, no thread is at work on any of the tasks.
+        works at a time. With `joins` it also works while other callers keep the threads busy. When
+        this returns or raises, no thread is at work on any of the tasks.
         """
         rest = iter(tasks)
         first = list(islice(rest, self.at_once))
@@ -372,7 +366,12 @@ class Workers:
             for task in chain(first, rest):
                 work(task)
             return
-        _run(chain(first, rest), self._pool.submit, [work] * len(first))
+        try:
+            self._callers.add(id(rest))
+            own = work if joins and len(self._callers) > 1 else None
+            _run(chain(first, rest), self._pool.submit, [work] * len(first), own)
+        finally:
+            self._callers.discard(id(rest))
 
 
 def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -316,6 +316,7 @@ class ChunkReader:
         self._workers.do(
             self.read_task,
             chain.from_iterable(map(partial(self._tasks, at_once=at_once), located)),
+            joins=at_once == 1,
         )
 
     def do(self, read: Callable[[ReadTask], None], chunks: Located) -> None:

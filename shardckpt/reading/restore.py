@@ -31,7 +31,7 @@ from shardckpt.io.buffers import BufferPool
 from shardckpt.io.cores import cores
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
-from shardckpt.io.threads import collector_paused, lasts_seconds
+from shardckpt.io.threads import SHORT_READ, collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import (
     DEFAULT_MEMORY_LIMIT,
@@ -267,7 +267,7 @@ def restore_adapted(
             )
             # Waits neither for others nor for a network.
             alone = cooperative is False and kind_of(checkpoint.location).near
-            if not (alone and lasts_seconds(checkpoint.record.totals["bytes"])):
+            if not (alone and checkpoint.record.totals["bytes"] <= SHORT_READ):
                 pause.close()
             read = partial(
                 read_all, checkpoint, limit, meeting=meeting, progress=progress, filling=filling

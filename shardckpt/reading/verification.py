@@ -37,7 +37,7 @@ from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
 from shardckpt.io.failures import raise_unless_damage
 from shardckpt.io.store import Store
-from shardckpt.io.threads import collector_paused, lasts_seconds, map_on_threads
+from shardckpt.io.threads import SHORT_READ, collector_paused, map_on_threads
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.inspection import every_chunk
@@ -140,9 +140,7 @@ def verify(
         StorageError: the storage does not answer, or denies permission.
     """
     with (
-        collector_paused()
-        if store.near and lasts_seconds(record.totals["bytes"])
-        else nullcontext()
+        collector_paused() if store.near and record.totals["bytes"] <= SHORT_READ else nullcontext()
     ):
         return _Verification(store, record, progress, on_damage, after, group_bytes).run()
 

@@ -133,6 +133,23 @@ def test_several_callers_have_their_own_tasks_and_errors():
     assert outcomes == {i: (i,) if i % 2 else list(range(50)) for i in range(8)}
 
 
+def test_a_caller_that_joins_waits_for_no_tasks_of_another_one():
+    workers, begun, may_end = Workers(2, "test"), threading.Barrier(3), threading.Event()
+    done, ended = [], []
+
+    def work(_task):
+        begun.wait(20)
+        ended.append(may_end.wait(20))
+
+    other = threading.Thread(target=workers.do, args=(work, range(2)))
+    other.start()
+    begun.wait(20)
+    workers.do(done.append, range(5), joins=True)
+    may_end.set()
+    other.join(20)
+    assert (done, ended) == ([*range(5)], [True, True])
+
+
 def test_the_first_error_stops_the_rest_and_keeps_nothing_alive():
     class Memory:
         pass
