@@ -165,7 +165,7 @@ def test_a_measurement_that_is_interrupted_leaves_no_object():
     store = Store.open(f"memory://{uuid.uuid4().hex}")
 
     def left(at):
-        """What is left if Ctrl-C comes at an instant; None where it was over."""
+        """Objects that Ctrl-C at an instant leaves; None if the call was over before."""
         return interrupted(
             at,
             rates.__file__,
