@@ -24,9 +24,11 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.dependants import users_beside
+from shardckpt.commit.markers import read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.io.ages import idle_seconds
@@ -34,12 +36,12 @@ from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
 from shardckpt.runs.committing import publishable
 from shardckpt.runs.leases import LeasedSteps
-from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest
+from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest, Younger
 from shardckpt.runs.steps import StepInfo, list_steps, read_step, step_numbers, steps_named
 from shardckpt.text import few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from shardckpt.io.store import Store
     from shardckpt.runs.retention import Retention, SavedStep
@@ -178,8 +180,15 @@ class Cleaner:
 
         # Another program may have deleted or saved some since the steps were listed.
         children = self._root.list_children()
-        for step in {*steps}.difference(steps_named(child.removesuffix("/") for child in children)):
+        there = steps_named(child[:-1] for child in children if child.endswith("/"))
+        for step in {*steps}.difference(there):
             del steps[step]
+        # An unfinished save, for example, may have kept the directory of a removed one.
+        read = {committed}
+        while counted := (_counted(rule, _live(steps, saved)) & steps.keys()) - read:
+            for step in filter(partial(_is_removed, self._root), counted):
+                del steps[step]
+            read |= counted
         due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
         held = LeasedSteps(self._root)
         known = {info.step for info in steps.values() if info.state != "unreadable"}
@@ -294,15 +303,36 @@ def doomed(
         committed: the step that was saved last, which stays.
         saved: makes what the rule sees of a step.
     """
-    live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
+    live = _live(steps, saved)
     if not live:
         return []
     newest = live[-1].step
-    kept = {newest, *rule.kept([saved(info) for info in live])}
+    kept = {newest, *rule.kept(live)}
     passed = {
         info.step for info in steps.values() if info.state == "superseded" and info.step < newest
     }
-    return sorted(({info.step for info in live} - kept | passed) - {committed})
+    return sorted(({one.step for one in live} - kept | passed) - {committed})
+
+
+def _live(steps: Mapping[int, StepInfo], saved: Callable[[StepInfo], SavedStep]) -> list[SavedStep]:
+    """The live steps as a rule sees them, ascending."""
+    return [saved(steps[step]) for step in sorted(steps) if steps[step].state == "committed"]
+
+
+def _counted(rule: Retention, live: Sequence[SavedStep]) -> set[int]:
+    """The steps that a rule keeps in place of others, which it would keep if these were gone."""
+    if isinstance(rule, KeepAnyOf):
+        return set().union(*(_counted(one, live) for one in rule.rules))
+    return set() if isinstance(rule, EveryKth | Younger) else {*rule.kept(live)}
+
+
+def _is_removed(root: Store, step: int) -> bool:
+    """Whether a step's directory holds no checkpoint; a damaged record counts as one."""
+    try:
+        record = read_sealed(root.sub(str(step)), RECORD)
+    except FormatError:
+        return False
+    return record is None or "tombstone" in record.doc
 
 
 def has_ages(rule: Retention) -> bool:

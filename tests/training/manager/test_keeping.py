@@ -259,6 +259,19 @@ def test_steps_that_somebody_has_removed_do_not_count_any_more(run):
         assert manager.all_steps() == [30, 40]
 
 
+@pytest.mark.parametrize("keep", [2, any_of(2, EveryKth(1000)), Best(2, "loss", "max")])
+def test_a_removed_step_does_not_count_though_something_keeps_its_directory(run, keep):
+    with run.manager(keep=keep) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state(step), metrics={"loss": step})
+            manager.wait()
+            if step == 20:
+                (run.root / "20/notes.txt").write_text("the loss went up here")
+                collecting.delete(run.root / "20")
+        assert (run.root / "20/notes.txt").exists()
+        assert manager.all_steps() == [10, 30]
+
+
 def test_the_best_step_that_is_left_stays_after_somebody_has_removed_the_best_one(run):
     with run.manager(keep=Best(1, "loss")) as manager:
         for step, loss in ((10, 1.0), (20, 2.0), (30, 3.0)):
