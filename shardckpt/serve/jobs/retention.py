@@ -130,7 +130,7 @@ def retain(
     steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases are
     not known, and everything stays. Ages are those of the commit records, by the storage's clock: a
     pin makes a step young again. A step that a reader holds a lease on stays until that ends; a dry
-    run does not look.
+    run does not look. A save that comes meanwhile ends the deletions, unless it replaces a step.
 
     Args:
         root: the run's root.
@@ -149,7 +149,9 @@ def retain(
     going, left, entries, users = _survey(root, rule)
     if expected is None:
         return RetentionReport(tuple(going), left)
-    known, leases = check_idle(root), LeasedSteps(root)
+    # Places beside the steps, such as `best`, are looked at again: a save may replace one.
+    known = frozenset(name for name in check_idle(root) if step_of(name) is not None)
+    leases = LeasedSteps(root)
     names = {one.name for one in going}
     stays = {
         name: left.get(name, "the rules keep it now")

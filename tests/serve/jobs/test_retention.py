@@ -30,12 +30,11 @@ from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules, retain
 
 
-def save(place, base=None, skipped="frozen", **metrics):
+def save(place, base=None, skipped="frozen", *, overwrite=False, **metrics):
     skip = {} if base is None else {"base": base, "skip": skipped}
     state = {"w": np.ones(100), "frozen": np.ones(100)}
-    shardckpt.save(
-        place, state, options=SaveOptions(layout="zarr", metadata={"metrics": metrics}, **skip)
-    )
+    options = {"layout": "zarr", "metadata": {"metrics": metrics}, "overwrite": overwrite}
+    shardckpt.save(place, state, options=SaveOptions(**options, **skip))
 
 
 def attempt_of(place):
@@ -249,6 +248,25 @@ def test_a_save_that_comes_in_between_stops_it(run):
     assert [one.name for one in report.deleted] == ["1", "2"]
     assert all("100 was saved after the run was marked" in why for why in report.left.values())
     assert shardckpt.open(run / "100").verify().ok
+
+
+def test_a_place_beside_the_steps_that_is_overwritten_in_between_stops_it(tmp_path):
+    for place in ("1", "2", "3", "4", "best"):
+        save(tmp_path / place)
+    root = Store.open(tmp_path)
+    mark_ended(root, "ann")
+    expected = expected_of(retain(root, Latest(1)))
+    report = retain(
+        root,
+        Latest(1),
+        expected,
+        progress=lambda done, _: (
+            save(tmp_path / "best", base=tmp_path / "3", overwrite=True) if done == 1 else None
+        ),
+    )
+    assert [one.name for one in report.deleted] == ["1"]
+    assert all("best was saved after the run was marked" in why for why in report.left.values())
+    assert shardckpt.open(tmp_path / "best").verify().ok
 
 
 def test_bases_stay_while_they_are_needed_and_go_after_what_needs_them(tmp_path):
