@@ -16,9 +16,9 @@ One of them wins; the others find their own attempt published, which is a succes
 
 A complete attempt whose publication failed stays: any process may publish it later. It is removed
 only when no process can publish it any more, because the record is neither the prior one nor its
-own (`publish`, `discard_unfit`), or by a collection (`collect`), which tries to publish it first.
-On a local disk, publishers hold a shared lock on its directory, and the process that removes it an
-exclusive one.
+own (`publish`, `remove.discard_unfit`), or by a collection (`collect`), which tries to publish it
+first. On a local disk, publishers hold a shared lock on its directory, and the process that removes
+it an exclusive one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardckpt.errors import (
     AlreadyExistsError,
     CommitError,
     FormatError,
-    ShardckptError,
+    MissingDataError,
     StorageError,
     VersionError,
 )
@@ -327,10 +327,7 @@ def publish(
         check(now)
         return publish(store, record, now, check)
     discard(place)
-    raise AlreadyExistsError(
-        f"{store}: another save committed there, or the place was deleted or collected "
-        "(`shardckpt gc`), while this one was running; nothing of it was kept."
-    )
+    raise _overtaken_error(store)
 
 
 def _is_fold_of(prior: Prior, now: Prior) -> bool:
@@ -350,15 +347,28 @@ def _publication_error(store: Store, why: object) -> StorageError:
     )
 
 
+def _overtaken_error(store: Store) -> AlreadyExistsError:
+    return AlreadyExistsError(
+        f"{store}: another save committed there, or the place was deleted or collected "
+        "(`shardckpt gc`), while this one was running; nothing of it was kept."
+    )
+
+
 @contextlib.contextmanager
-def data_stays(store: Store) -> Iterator[None]:
+def data_stays(store: Store, prior: Prior | None = None) -> Iterator[None]:
     """Add to the block's storage error that a save's data is complete, and what publishes it.
 
     Args:
         store: the checkpoint's place.
+        prior: the version of the commit record that a running save replaces. If data is missing and
+            another version is there, the save was overtaken or collected: that is the error.
     """
     try:
         yield
+    except MissingDataError as e:
+        if prior and record_digest(store.read_versioned(RECORD)[0]) != prior.digest:
+            raise _overtaken_error(store) from e
+        raise
     except StorageError as e:
         raise _publication_error(store, e) from e
 
@@ -417,11 +427,7 @@ def _parse(store: Store, data: bytes | None) -> CheckpointRecord | Tombstone | N
 
 def published_attempt(store: Store) -> str | None:
     """The attempt that the commit record names now; None if there is none."""
-    return _attempt(store, store.read_versioned(RECORD)[0])
-
-
-def _attempt(store: Store, data: bytes | None) -> str | None:
-    record = _parse(store, data)
+    record = _parse(store, store.read_versioned(RECORD)[0])
     return record.attempt if isinstance(record, CheckpointRecord) else None
 
 
@@ -449,25 +455,6 @@ def discard(place: Store) -> None:
             # First: a restarted reshard trusts a record that its data is there.
             place.delete_prefix("records/")
             place.delete_prefix("")
-
-
-def discard_unfit(store: Store, attempt: str, prior: Prior, *, complete: bool) -> None:
-    """Remove an attempt that no process can publish; if that is not certain, it stays.
-
-    Args:
-        store: the checkpoint's place.
-        attempt: the attempt.
-        prior: the version of the commit record that it may replace.
-        complete: whether its data may be complete and durable, so that another process may publish
-            it.
-    """
-    with contextlib.suppress(ShardckptError):  # an unreadable record may name this attempt
-        data, _ = store.read_versioned(RECORD)
-        if _attempt(store, data) == attempt or (complete and record_digest(data) == prior.digest):
-            return
-        discard(store.sub(attempt))
-        if prior.holds:
-            clear_place(store, prior.generation)
 
 
 @contextlib.contextmanager

@@ -31,9 +31,16 @@ from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, is_attempt, same_elements
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.markers import MARKERS
-from shardckpt.commit.publish import RECORD, clear_place, put_tombstone, record_digest
+from shardckpt.commit.publish import RECORD, clear_place, discard, put_tombstone, record_digest
 from shardckpt.commit.small_tensors import SMALL_TABLE
-from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
+from shardckpt.errors import (
+    FormatError,
+    NotFoundError,
+    ReplacedError,
+    ShardckptError,
+    StorageError,
+    VersionError,
+)
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
 from shardckpt.io.ages import idle_seconds, is_probe
@@ -42,6 +49,7 @@ from shardckpt.io.status import is_link
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
+    from shardckpt.commit.publish import Prior
     from shardckpt.io.store import Store
     from shardckpt.io.url import Location
 
@@ -277,6 +285,26 @@ def remove_attempt(store: Store, orphan: Collected) -> Collected:
     except StorageError as e:
         return replace(orphan, outcome="failed", reason=str(e))
     return replace(orphan, outcome="removed", reason=None)
+
+
+def discard_unfit(store: Store, attempt: str, prior: Prior, *, complete: bool) -> None:
+    """Remove an attempt that no process can publish; if that is not certain, it stays.
+
+    Args:
+        store: the checkpoint's place.
+        attempt: the attempt.
+        prior: the version of the commit record that it may replace.
+        complete: whether its data may be complete and durable, so that another process may publish
+            it.
+    """
+    with suppress(ShardckptError):  # an unreadable record may name this attempt
+        record = StoredRecord.of(store, *store.read_versioned(RECORD))
+        is_prior = record_digest(record.data) == prior.digest
+        if record.attempt(store) == attempt or (complete and is_prior):
+            return
+        discard(store.sub(attempt))
+        if prior.holds:
+            clear_place(store, prior.generation)
 
 
 def _tombstone(reason: str) -> bytes:

@@ -349,7 +349,7 @@ def _commit(opened: OpenJob, dependants: Dependants) -> None:
     opened.checkpoint.check_unchanged()
     try:
         contents, _ = opened.contents.seal()
-        with data_stays(store):
+        with data_stays(store, prior):
             record = assemble(opened.place, {contents: opened.contents})  # which saves parsing them
             if prior.is_checkpoint:
                 dependants.check_replaceable(prior.attempt)

@@ -33,12 +33,11 @@ from shardckpt.commit.base_places import base_url, chain_places, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import (
     Prior,
-    discard_unfit,
     is_published,
     publish,
     read_prior,
 )
-from shardckpt.commit.remove import renew
+from shardckpt.commit.remove import discard_unfit, renew
 from shardckpt.commit.table_reading import read_document, read_table
 from shardckpt.errors import (
     AlreadyExistsError,

@@ -28,13 +28,12 @@ from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import (
     Prior,
     data_stays,
-    discard_unfit,
     hold_place,
     new_attempt,
     publish,
     read_prior,
 )
-from shardckpt.commit.remove import remove_replaced
+from shardckpt.commit.remove import discard_unfit, remove_replaced
 from shardckpt.commit.waiting import wait_for_hosts
 from shardckpt.errors import CommitError
 from shardckpt.frameworks.coordination import coordinator_of
@@ -348,7 +347,7 @@ class Attempt:
         Only publishing remains.
         """
         assert self.prior is not None
-        with data_stays(self.store):
+        with data_stays(self.store, self.prior):
             record = assemble(self.place, self._known, self._tables)
         if record.structure.bases:
             check_bases(self.store.location, record, self.prior.attempt)

@@ -183,6 +183,23 @@ def all_end(stage, *parties):
     stage.check_end()
 
 
+@pytest.mark.parametrize("saving", [save, hosts_save])
+def test_a_save_that_is_collected_while_it_runs_asks_for_no_backup(saving):
+    """A collection may come before any of its operations."""
+    with Stage.set() as stage:
+        past = stage.past
+    messages = set()
+    for i in range(operations(saving, past)):
+        with Stage.set(after=past) as stage:
+            job = saving(stage)
+            go(job, i)
+            stage.pass_time()
+            finish(collect(stage))
+            messages |= {str(outcome) for outcome in finish(job)}
+    assert any("collected (`shardckpt gc`), while this one was" in message for message in messages)
+    assert not any("backup" in message for message in messages)
+
+
 # --- every order of two that matters --------------------------------------------------------------
 
 
