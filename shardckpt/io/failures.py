@@ -92,7 +92,9 @@ _ADVICE = {
         "a file stands where a directory is needed; give a directory, or choose another place"
     ),
     "cannot list non-directory": "a file stands where a directory is needed; give the directory",
-    "file exists": "a file stands where a directory is needed; choose another place",
+    "file exists": (
+        "a file stands where a directory is needed, or a link to nothing; choose another place"
+    ),
     "file name too long": (
         "a name on the way is too long for the file system; choose a shorter path"
     ),

@@ -407,6 +407,14 @@ def test_a_file_in_place_of_the_directory_is_a_storage_error(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"precious"
 
 
+def test_a_link_to_nothing_in_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    for url in (tmp_path / "link", tmp_path / "link" / "c"):
+        with pytest.raises(errors.StorageError, match="or a link to nothing; choose another place"):
+            shardckpt.save(url, state(1))
+    assert not (tmp_path / "nowhere").exists()
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
