@@ -130,7 +130,8 @@ def retain(
     steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases are
     not known, and everything stays. Ages are those of the commit records, by the storage's clock: a
     pin makes a step young again. A step that a reader holds a lease on stays until that ends; a dry
-    run does not look. A save that comes meanwhile ends the deletions, unless it replaces a step.
+    run does not look. A save that comes meanwhile ends the deletions, unless it replaces a step and
+    has not claimed the root in `job.json`.
 
     Args:
         root: the run's root.
