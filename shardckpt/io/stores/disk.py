@@ -131,7 +131,7 @@ class DiskStore(Store):
 
     def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         path = self._file(key)
-        self._directories.make(path.parent)
+        self.make_parents(key)
         return files.replace(path, byte_view(data), generation, self._directories)
 
     def _delete(self, key: str) -> None:
