@@ -146,7 +146,7 @@ class DiskStore(Store):
         remove_tree(self.local_path(prefix))
 
     def _list(self, prefix: str) -> Iterator[str]:
-        return (name for name, _ in _below(self._file(""), prefix))
+        return (name for name, _ in below(self._file(""), prefix))
 
     def _times(self, prefix: str) -> Iterator[tuple[str, float]]:
         path = self.local_path(prefix)
@@ -154,7 +154,7 @@ class DiskStore(Store):
             with suppress(FileNotFoundError):
                 yield prefix, path.stat(follow_symlinks=False).st_mtime
             return
-        for name, entry in _below(path):
+        for name, entry in below(path):
             with suppress(FileNotFoundError):
                 yield prefix + name, entry.stat(follow_symlinks=False).st_mtime
 
@@ -173,7 +173,7 @@ class DiskStore(Store):
         return {name: entry.st_size for name, entry in entries.items() if entry is not None}
 
 
-def _below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
     """All files below `top` whose names relative to it start with `prefix`.
 
     Each file is given by its name and directory entry. Links are not followed.
@@ -191,6 +191,6 @@ def _below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]
         if not name.startswith(prefix):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(top, f"{name}/")
+            yield from below(top, f"{name}/")
         elif not files.is_transient(entry.name):
             yield name, entry

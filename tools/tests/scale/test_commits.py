@@ -10,6 +10,7 @@ from counting import steps
 
 import shardckpt
 from shardckpt.io import files
+from shardckpt.io.stores import disk
 from shardckpt.io.store import Store
 from tools.scale.commits import (
     CHUNKS_PER_TENSOR,
@@ -44,8 +45,8 @@ def requests(top, hosts, chunks, layout):
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("read", "replace", "below"):
-            patch.setattr(files, name, counted(name, getattr(files, name)))
+        for module, name in ((files, "read"), (files, "replace"), (disk, "below")):
+            patch.setattr(module, name, counted(name, getattr(module, name)))
         commit(root, place, hosts)
     assert shardckpt.open(str(root)).verify().damage == []
     return asked
