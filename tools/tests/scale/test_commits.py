@@ -10,8 +10,8 @@ from counting import steps
 
 import shardckpt
 from shardckpt.io import files
-from shardckpt.io.stores import disk
 from shardckpt.io.store import Store
+from shardckpt.io.stores import disk
 from tools.scale.commits import (
     CHUNKS_PER_TENSOR,
     commit,
