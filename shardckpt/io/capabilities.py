@@ -92,7 +92,7 @@ class Capabilities:
         Of stores made with `sub`, too.
         """
 
-    def sync_later(self, path: Path) -> bool:
+    def note_unsynced(self, path: Path) -> bool:
         """Note a written file, which `sync` makes durable; False: the caller must do it now."""
         del path
         return False

@@ -252,7 +252,7 @@ class _LocalDataFile:
         with storage_errors("write", self._path):
             try:
                 small = self._size <= _SYNCED_TOGETHER and self._final == self._path
-                if not (small and self._store.sync_later(self._path)):
+                if not (small and self._store.note_unsynced(self._path)):
                     os.fsync(self._fd)
             finally:
                 self.abandon()

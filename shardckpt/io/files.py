@@ -182,7 +182,7 @@ def replace(
             os.ftruncate(lock.fd, 0)
             os.lseek(lock.fd, 0, os.SEEK_SET)
             write_all(lock.fd, data)
-            # Others rely on a record as soon as it has its name.
+            # Others rely on a record once it is named. Where inode numbers change, nothing waits.
             at_once = generation is not None or lock.mark is not None
             if directories is None or at_once or not directories.keep(path, lock.path):
                 os.fsync(lock.fd)

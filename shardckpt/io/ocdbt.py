@@ -444,7 +444,7 @@ class _Reader:
             byte = self.bytes(1)[0]
             number |= (byte & 127) << shift
             if byte < 128:
-                return number & _MISSING
+                return number % (1 << 64)
         raise ValueError("OUT_OF_RANGE: it ends in the middle of a number")
 
     def files(self) -> list[str]:

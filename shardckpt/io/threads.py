@@ -350,6 +350,7 @@ class Workers:
         """Most threads that work for one caller."""
         self._pool = ThreadPoolExecutor(threads, name)
         self._callers: set[int] = set()
+        """One for each caller whose tasks the pool's threads do now."""
 
     def do(self, work: Callable[[T], object], tasks: Iterable[T], *, joins: bool = False) -> None:
         """Call `work` for each task; the first error stops the rest, and is raised.

@@ -28,7 +28,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.dependants import users_beside
-from shardckpt.commit.markers import read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.io.ages import idle_seconds
@@ -37,7 +36,14 @@ from shardckpt.runs.collecting import collect_place, delete_place
 from shardckpt.runs.committing import publishable
 from shardckpt.runs.leases import LeasedSteps
 from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest, Younger
-from shardckpt.runs.steps import StepInfo, list_steps, read_step, step_numbers, steps_named
+from shardckpt.runs.steps import (
+    StepInfo,
+    list_steps,
+    read_record,
+    read_step,
+    step_numbers,
+    steps_named,
+)
 from shardckpt.text import few
 
 if TYPE_CHECKING:
@@ -329,10 +335,9 @@ def _counted(rule: Retention, live: Sequence[SavedStep]) -> set[int]:
 def _is_removed(root: Store, step: int) -> bool:
     """Whether a step's directory holds no checkpoint; a damaged record counts as one."""
     try:
-        record = read_sealed(root.sub(str(step)), RECORD)
+        return read_record(root, step) is None
     except FormatError:
         return False
-    return record is None or "tombstone" in record.doc
 
 
 def has_ages(rule: Retention) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from shardckpt.format.documents import Fields
     from shardckpt.io.store import Store
 
 
@@ -146,8 +147,8 @@ def read_step(root: Store, step: int) -> StepInfo | None:
     """Information about one step; None if there is no checkpoint."""
     store = root.sub(str(step))
     try:
-        record = read_sealed(store, RECORD)
-        if record is None or "tombstone" in record.doc:
+        record = read_record(root, step)
+        if record is None:
             return None
         attempt, created, metrics = (
             record.string("attempt"),
@@ -167,6 +168,12 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         protection(store, attempt),
     )
     return StepInfo(step, state, attempt, created, metrics, marks.pinned, marks.tags, bases)
+
+
+def read_record(root: Store, step: int) -> Fields | None:
+    """A step's commit record; None if there is no checkpoint. Raises FormatError if damaged."""
+    record = read_sealed(root.sub(str(step)), RECORD)
+    return None if record is None or "tombstone" in record.doc else record
 
 
 def check_step(step: object) -> int:

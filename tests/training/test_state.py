@@ -399,22 +399,12 @@ def test_a_local_pattern_may_select_an_array_on_a_device_of_the_process(tmp_path
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_process_without_a_list_gets_its_shared_items_by_their_indices(tmp_path, place):
-    class Caches:
-        def __init__(self, stored):
-            self.stored = stored
-
-        def state_dict(self):
-            return self.stored
-
-        def load_state_dict(self, state):
-            self.stored = state
-
     def resume(coordinator):
-        caches = Caches({"l": [np.arange(2), np.arange(2)]} if coordinator.world.process else {})
+        caches = Counted({"l": [np.arange(2), np.arange(2)]} if coordinator.world.process else {})
         state = shardckpt.train_state(caches=caches, rng=False, local=f"caches/l/{place}")
         shardckpt.save(tmp_path / "c", state, coordinator=coordinator)
         shardckpt.restore(tmp_path / "c", state, coordinator=coordinator)
-        return str(caches.stored["l"])
+        return str(caches.state["l"])
 
     assert on_threads(2, resume) == [
         f"{{{1 - place}: array([0, 1])}}",

@@ -92,7 +92,7 @@ class DiskStore(Store):
         with storage_errors("write", self._top):
             self._directories.sync_all()
 
-    def sync_later(self, path: Path) -> bool:
+    def note_unsynced(self, path: Path) -> bool:
         """See `Store`."""
         return self._directories.keep(path, path)
 

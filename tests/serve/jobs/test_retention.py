@@ -219,16 +219,18 @@ def test_a_run_that_has_not_ended_loses_nothing(run):
     assert steps_in(run) == [1, 2, 3, 4, 5, 6]
 
 
+def retain_and(root, expected, number, act):
+    """Keep the latest step alone, and act after the deletion of so many steps."""
+    return retain(
+        root, Latest(1), expected, progress=lambda done, _: act() if done == number else None
+    )
+
+
 def test_a_job_that_comes_in_between_stops_it(run, monkeypatch):
     root = Store.open(run)
     expected = expected_of(retain(root, Latest(1)))
-    report = retain(
-        root,
-        Latest(1),
-        expected,
-        progress=lambda done, _: (
-            JobFence(root, "20270101T000000-00000000").hold() if done == 2 else None
-        ),
+    report = retain_and(
+        root, expected, 2, lambda: JobFence(root, "20270101T000000-00000000").hold()
     )
     assert [one.name for one in report.deleted] == ["1", "2"]
     assert report.left.keys() == {"3", "4", "5"}
@@ -239,12 +241,7 @@ def test_a_job_that_comes_in_between_stops_it(run, monkeypatch):
 def test_a_save_that_comes_in_between_stops_it(run):
     root = Store.open(run)
     expected = expected_of(retain(root, Latest(1)))
-    report = retain(
-        root,
-        Latest(1),
-        expected,
-        progress=lambda done, _: save(run / "100", base=run / "3") if done == 2 else None,
-    )
+    report = retain_and(root, expected, 2, lambda: save(run / "100", base=run / "3"))
     assert [one.name for one in report.deleted] == ["1", "2"]
     assert all("100 was saved after the run was marked" in why for why in report.left.values())
     assert shardckpt.open(run / "100").verify().ok
@@ -256,13 +253,8 @@ def test_a_place_beside_the_steps_that_is_overwritten_in_between_stops_it(tmp_pa
     root = Store.open(tmp_path)
     mark_ended(root, "ann")
     expected = expected_of(retain(root, Latest(1)))
-    report = retain(
-        root,
-        Latest(1),
-        expected,
-        progress=lambda done, _: (
-            save(tmp_path / "best", base=tmp_path / "3", overwrite=True) if done == 1 else None
-        ),
+    report = retain_and(
+        root, expected, 1, lambda: save(tmp_path / "best", base=tmp_path / "3", overwrite=True)
     )
     assert [one.name for one in report.deleted] == ["1"]
     assert all("best was saved after the run was marked" in why for why in report.left.values())
