@@ -13,6 +13,7 @@ ignored. More habits:
 - `renumbered`: each look gives an open file another inode number, too;
 - `unkept`: an open file that is deleted or replaced keeps no name, so that asking for its status
   fails;
+- `outrun`: another process removes each lock after it was found and before it is opened;
 - `unsynced`: a directory cannot be synced (EINVAL);
 - `unrenamed`: nothing can be renamed, as in a bucket that is mounted.
 """
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _TICK = 10**9
 _DETACH = 2
+_LOCKS = (".__lock", "/notes")
+"""Ends of the names of files that two processes create and remove."""
 _START_SECONDS = 30.0
 
 
@@ -166,6 +169,8 @@ class Passthrough:
         )
 
     def open(self, path: str, flags: int) -> int:
+        if "outrun" in self._habits and path.endswith(_LOCKS):
+            self.unlink(path)
         return self._opened(os.open(self._real(path), flags & ~(os.O_APPEND | os.O_NOFOLLOW)))
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:

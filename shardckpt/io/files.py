@@ -24,7 +24,7 @@ import os
 import secrets
 import stat
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ any size."""
 _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _MOST_LOOKS = 100
-"""Most times in a row that another file than the locked one may be at the name of a lock."""
+"""Most times in a row that another file, or none, is where one was just found."""
 _MOST_KEPT = 12
 """Most files that are open until they are synced together."""
 _ABSENT = b"absent"
@@ -72,9 +72,14 @@ class OpenFile:
         A new file gets the mode 0o666, and started processes do not inherit the descriptor.
         """
         self._held: list[int] = []
-        # C code alone, which no signal interrupts.
         opening = partial(os.open, dir_fd=directory)
-        self._held.extend(map(opening, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
+        # NFS and FUSE open the file that they found, and others may have removed it meanwhile.
+        tries = _MOST_LOOKS if flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT else 1
+        while not self._held:
+            tries -= 1
+            with suppress(FileNotFoundError) if tries else nullcontext():
+                # C code alone, which no signal interrupts.
+                self._held.extend(map(opening, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
 
     def fileno(self) -> int:
         """The descriptor; -1 if the file is closed."""
@@ -314,12 +319,9 @@ class DurableDirectories:
     def forget(self, top: Path) -> None:
         """Forget a directory that is removed, and everything below it."""
         self._kept[:] = [one for one in self._kept if not one[0].is_relative_to(top)]
-        if self._later is not None:
-            self._later = {
-                one: may_fail
-                for one, may_fail in self._later.items()
-                if not one.is_relative_to(top)
-            }
+        later = self._later or {}
+        for directory in [one for one in later if one.is_relative_to(top)]:
+            del later[directory]
 
     def make(self, path: Path) -> None:
         """Create a directory and its parents, if they are missing."""
@@ -448,11 +450,9 @@ def check_written(nbytes: int) -> int:
 def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
     """Recognise a locked file at its path by new bytes in it, where inode numbers do not help.
 
-    None if it is not there.
-
-    The file may have been renamed by the writer before, and then has a record's bytes. So first two
-    locks are tried, which exclude each other: the file at the lock's name must be locked, and the
-    one with the record's name must not.
+    None if it is not there. The writer before may have renamed it, and then it has a record's
+    bytes. So first two locks are tried, which exclude each other: the file at the lock's name must
+    be locked, and the one with the record's name must not.
 
     Raises:
         BlockingIOError: the latter is locked.
@@ -474,11 +474,10 @@ def is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        lock_file(file.fileno(), path)
+        with file as fd:
+            lock_file(fd, path)
     except (BlockingIOError, PermissionError):
         return True
-    finally:
-        file.close()
     return False
 
 

@@ -12,8 +12,10 @@ import pytest
 from fuse_mount import mounted
 
 import shardckpt
+from shardckpt.convert.files.notes import Notes
 from shardckpt.errors import NotFoundError, StorageError
 from shardckpt.io import ocdbt
+from shardckpt.io.store import Store
 from shardckpt.runs.collecting import collect, delete
 
 pytestmark = pytest.mark.fuse
@@ -100,6 +102,18 @@ def test_of_many_processes_exactly_one_creates(tmp_path, habit):
             child.stdin.flush()
         created = [json.loads(child.communicate()[0]) for child in children]
         assert [sum(won) for won in zip(*created, strict=True)] == [1] * 50
+
+
+def test_a_lock_that_is_removed_between_being_found_and_opened_is_made_anew(tmp_path):
+    with mounted(tmp_path, "outrun") as mount:
+        (mount / "key.__lock").touch()
+        store = Store.open(mount)
+        assert store.create("key", b"1")
+        (mount / "key.__lock").touch()
+        store.write("key", b"2")
+        (mount / "notes").touch()
+        Notes(mount / "notes").close()
+        assert sorted(path.name for path in mount.iterdir()) == ["key", "notes"]
 
 
 def test_an_index_of_many_keys_is_written_where_no_file_keeps_its_inode_number(
