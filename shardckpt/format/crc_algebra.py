@@ -12,6 +12,8 @@ from functools import lru_cache
 _ALL = 0xFFFFFFFF
 ONE = 1 << 31
 """x^0."""
+CRC32C = 0x82F63B78
+"""The polynomial of CRC-32C. RFC 3720, appendix B.4."""
 
 
 @lru_cache(maxsize=1024)
@@ -35,3 +37,8 @@ def product(one: int, other: int, polynomial: int) -> int:
         one = one << 1 & _ALL
         other = other >> 1 ^ (polynomial if other & 1 else 0)
     return result
+
+
+def joined(crc: int, nbytes: int, following: int, polynomial: int) -> int:
+    """The CRC of two adjacent parts, from that of each; `nbytes` are those of the second."""
+    return product(crc, shift(nbytes, polynomial), polynomial) ^ following

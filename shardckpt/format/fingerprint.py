@@ -25,7 +25,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from shardckpt.errors import DtypeError, FormatError, StructureMismatchError
-from shardckpt.format.crc_algebra import ONE, product, shift
+from shardckpt.format.crc_algebra import CRC32C, ONE, joined, product, shift
 from shardckpt.layout.dtypes import by_name, with_plain_bools
 from shardckpt.plan.pieces import chunk_boxes
 
@@ -43,8 +43,6 @@ Sums = NDArray[np.uint32]
 RunSums = tuple[NDArray[np.int64], Sums]
 """Runs of a tensor's bytes, each within one block: where they end, and their sums."""
 
-_POLYNOMIAL = 0x82F63B78
-"""CRC-32C's, reversed. RFC 3720, appendix B.4."""
 _ALL = 0xFFFFFFFF
 _CLOSED = 0x48674BC7
 """crc32c of any bytes with their own crc32c (4 bytes, little-endian) after them."""
@@ -244,6 +242,16 @@ def sums_of_run(
     return _row_sums(data, np.array([begin * elements.itemsize]), len(data))
 
 
+def crc_of_run(sums: RunSums, nbytes: int) -> int:
+    """The CRC-32C of a run of so many bytes, from its `sums_of_run`."""
+    ends, remainders = sums
+    sizes = np.diff(ends, prepend=ends[-1] - nbytes)
+    whole = 0
+    for size, remainder in zip(sizes.tolist(), remainders.tolist(), strict=True):
+        whole = joined(whole, size, remainder, CRC32C)
+    return joined(_ALL, nbytes, whole, CRC32C) ^ _ALL
+
+
 def _add_run_sums(sums: Sums, where: NDArray[np.int64], crcs: Sums) -> None:
     for first in range(0, len(where), _SHIFTED):
         ends, crc = where[first : first + _SHIFTED], crcs[first : first + _SHIFTED]
@@ -356,7 +364,7 @@ def multiply(one: Sums, other: Sums) -> Sums:
     total, power = np.zeros(one.shape, np.uint32), other.copy()
     for bit in range(31, -1, -1):
         total ^= power * ((one >> np.uint32(bit)) & np.uint32(1))
-        power = (power >> np.uint32(1)) ^ (np.uint32(_POLYNOMIAL) * (power & np.uint32(1)))
+        power = (power >> np.uint32(1)) ^ (np.uint32(CRC32C) * (power & np.uint32(1)))
     return total
 
 
@@ -370,7 +378,7 @@ def crc_with_chunks(crc: int, nbytes: int, count: int) -> int:
     >>> crc32c(b"before" + 3 * chunk) == crc_with_chunks(crc32c(b"before"), len(chunk), 3)
     True
     """
-    chunks, moved, each = 0, ONE, shift(nbytes, _POLYNOMIAL)
+    chunks, moved, each = 0, ONE, shift(nbytes, CRC32C)
     for bit in f"{count:b}":  # of k chunks, then of 2k or 2k + 1
         chunks, moved = chunks ^ _product(chunks, moved), _product(moved, moved)
         if bit == "1":
@@ -380,4 +388,4 @@ def crc_with_chunks(crc: int, nbytes: int, count: int) -> int:
 
 def _product(one: int, other: int) -> int:
     """As `multiply`, of one pair."""
-    return product(one, other, _POLYNOMIAL)
+    return product(one, other, CRC32C)

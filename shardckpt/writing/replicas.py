@@ -25,11 +25,11 @@ from crc32c import crc32c
 
 from shardckpt import frameworks
 from shardckpt.io.buffers import round_up
+from shardckpt.io.copying import checksum
 from shardckpt.io.threads import map_on_threads
-from shardckpt.layout.dtypes import with_plain_bools
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 SAMPLED = 256
 """Most elements of a box that are compared."""
-_AT_A_TIME = 4 << 20
-"""Bytes that are made contiguous at a time."""
 
 
 class ReplicaChecksums:
@@ -148,25 +146,3 @@ def grid(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 def _shape_of_sample(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(len(range(n)[part]) for n, part in zip(shape, grid(shape), strict=True))
-
-
-def checksum(array: NDArray[Any]) -> int:
-    """CRC-32C of an array's elements in C order.
-
-    An array with gaps is made contiguous part by part.
-    """
-    crc = 0
-    for part in _parts(array):
-        crc = crc32c(
-            np.ascontiguousarray(with_plain_bools(part)).reshape(-1).view(np.uint8).data, crc
-        )
-    return crc
-
-
-def _parts(array: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    if array.flags.c_contiguous or array.nbytes <= _AT_A_TIME or array.ndim == 0:
-        return [array]
-    if len(array) == 1:
-        return [part for row in array for part in _parts(row)]
-    half = len(array) // 2
-    return [*_parts(array[:half]), *_parts(array[half:])]

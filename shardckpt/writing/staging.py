@@ -40,12 +40,11 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import BudgetError, CorruptionError
-from shardckpt.format.fingerprint import sums_of_run
+from shardckpt.format.fingerprint import crc_of_run, sums_of_run
 from shardckpt.io.buffers import BufferPool, round_up
-from shardckpt.io.copying import copy_all
+from shardckpt.io.copying import checksum, copy_all, copy_summed
 from shardckpt.io.threads import InterruptibleCondition, map_on_threads
 from shardckpt.text import file_size
-from shardckpt.writing.replicas import checksum
 from shardckpt.writing.small_blocks import SmallBlocks, addresses_of
 from shardckpt.writing.state_share import is_array
 
@@ -62,9 +61,9 @@ if TYPE_CHECKING:
     from shardckpt.writing.host import HostWriter, Portion
     from shardckpt.writing.state_share import BlockElements
 
-    Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | RunSums
-    """A function that says whether a copy has the elements of its tensor; or the sums of the
-    tensor's elements."""
+    Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | int | None
+    """A function that says whether a copy has the elements of its tensor; the CRC-32C of the
+    tensor's elements; or None: the tensor has changed."""
 
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
@@ -307,27 +306,16 @@ class Stage:
             self._filling.arrivals.append(
                 self.copies.copy(pair for pair in pairs if not is_array(pair[1]))
             )
-        if self.shapes_to_prove and copies:
+        on_host = [pair for pair in pairs if is_array(pair[1])]
+        if not self.shapes_to_prove:
+            copy_all(on_host)
+        elif copies:
             assert self._filling is not None
-            self._filling.proofs += map_on_threads(self._proof_of, copies)
-        copy_all([pair for pair in pairs if is_array(pair[1])])
-
-    def _proof_of(
-        self, of: tuple[Block, NDArray[np.generic], Any]
-    ) -> tuple[Block, NDArray[np.generic], Proof]:
-        """The proof for a block, its copy and its elements, wherever these are.
-
-        A device sums its own: the host does not wait for that.
-        """
-        block, copy, elements = of
-        if not is_array(elements):
-            return block, copy, frameworks.sum_on_device(elements)
-        sums = self._sums_of(block, elements)
-        total = checksum(elements) if sums is None else 0
-        return block, copy, sums or (lambda copy: checksum(copy) == total)
-
-    def _sums_of(self, block: Block, elements: NDArray[np.generic]) -> RunSums | None:
-        return sums_of_run(self.shapes_to_prove[block.piece.path], block.box.start, elements)
+            sums = iter(copy_summed(on_host))
+            for block, copy, elements in copies:
+                # A device sums its own: the host does not wait for that.
+                proof = next(sums) if is_array(elements) else frameworks.sum_on_device(elements)
+                self._filling.proofs.append((block, copy, proof))
 
     def close(self) -> None:
         """Finish the copying side: everything is copied, or its copy is queued."""
@@ -417,15 +405,16 @@ class Stage:
             CorruptionError: names the tensor.
         """
 
-        def check(of: tuple[Block, NDArray[np.generic], Proof]) -> bool:
+        def check(of: tuple[Block, NDArray[np.generic], Proof]) -> tuple[bool, RunSums | None]:
             block, copy, proof = of
             if callable(proof):
-                return proof(copy)
-            sums = self._sums_of(block, copy)
-            assert sums is not None
-            return np.array_equal(sums[1], proof[1])
+                return proof(copy), None
+            shape = self.shapes_to_prove[block.piece.path]
+            sums = sums_of_run(shape, block.box.start, copy)
+            crc = checksum(copy) if sums is None else crc_of_run(sums, copy.nbytes)
+            return crc == proof, sums
 
-        for (block, _, proof), is_equal in zip(
+        for (block, _, _), (is_equal, sums) in zip(
             part.proofs, map_on_threads(check, part.proofs), strict=True
         ):
             if not is_equal:
@@ -434,8 +423,8 @@ class Stage:
                     "has: the tensor changed while it was copied, or the copy is damaged. Nothing "
                     "was published; save again, and change no tensor before the call has returned."
                 )
-            if not callable(proof):
-                writer.add_sums(block, proof)
+            if sums is not None:
+                writer.add_sums(block, sums)
         part.proofs.clear()
 
     def _count_portions(self, part: _Part, more: int) -> None:

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.io import copying
-from shardckpt.io.copying import copy_all
+from shardckpt.io import copying, extension
+from shardckpt.io.copying import checksum, copy_all, copy_summed
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=8), st.integers(8, 300))
@@ -19,6 +20,51 @@ def test_every_element_is_copied_whatever_the_shapes_and_the_parts_are(shapes, p
         copy_all([*zip(targets, sources, strict=True)])
     for target, source in zip(targets, sources, strict=True):
         np.testing.assert_array_equal(target, source)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), max_size=4), max_size=6),
+    st.sampled_from(["float64", "int8", "bool", "complex128", "S3"]),
+    st.booleans(),
+    st.integers(16, 30_000),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_summed_while_it_is_copied_is_copied_and_has_the_checksum_of_its_elements(
+    shapes, dtype, transposed, part_bytes
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_PART_BYTES", part_bytes)
+        patch.setattr(copying, "_LARGEST_PART", part_bytes)
+        patch.setattr(copying, "_SUMMED_BYTES", 5)
+        drawn = np.random.default_rng(0)
+        sources = [drawn.integers(0, 100, shape).astype(dtype) for shape in shapes]
+        sources = [source.T if transposed else source for source in sources]
+        memory = np.full(sum(source.nbytes for source in sources) + 9, 7, np.uint8)
+        targets, at = [], 0
+        for source in sources:
+            part = memory[at : (at := at + source.nbytes)]
+            targets.append(part.view(source.dtype).reshape(source.shape))
+        crcs = copy_summed([*zip(targets, sources, strict=True)])
+    for target, source, crc in zip(targets, sources, crcs, strict=True):
+        np.testing.assert_array_equal(target, source)
+        assert crc == checksum(source) == crc32c(source.tobytes())
+    assert (memory[at:] == 7).all()
+
+
+@pytest.mark.parametrize("at", [0, 3, -1, 1 << 20])
+def test_a_source_that_changes_where_it_is_compared_again_has_no_checksum(at, monkeypatch):
+    source = np.zeros(3 << 20, np.uint8)
+    copy = copying._copy_summed
+
+    def late(pairs):
+        crcs = copy(pairs)
+        source[at] += 1
+        return crcs
+
+    monkeypatch.setattr(copying, "_copy_summed", late)
+    unchanged = extension.moving is None or at == -1
+    (crc,) = copy_summed([(np.ones_like(source), source)])
+    assert (crc is not None) == unchanged
 
 
 @pytest.mark.long

@@ -23,10 +23,10 @@ import shardckpt
 from shardckpt.errors import BudgetError, CorruptionError, OptionError
 from shardckpt.frameworks import torch_snapshots
 from shardckpt.frameworks.snapshots import ChangedWords, merged, sum_of
+from shardckpt.io import copying
 from shardckpt.layout.dtypes import of_numpy
 from shardckpt.runs.catalog import catalog
 from shardckpt.versions import device
-from shardckpt.writing import staging
 
 KINDS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int16, torch.bool)
 
@@ -289,19 +289,26 @@ def test_changes_that_did_not_arrive_for_want_of_memory_arrive_with_the_next_ver
 def test_a_stale_or_torn_copy_in_host_memory_fails_the_version(
     tmp_path, monkeypatch, proof, transposed
 ):
-    """A thread changes the tensor while it is copied: the copy has some of both."""
-    copy_all, w = staging.copy_all, torch.zeros(500, 500)
+    """A thread changes the tensor while it is copied: when a part is summed and not yet copied, or
+    when it is copied."""
+    checksum, copy_summed, w = copying.checksum, copying._copy_summed, torch.zeros(500, 500)
     w = w.T if transposed else w
 
-    def torn(pairs):
-        pairs = [*pairs]
+    def late(array):
+        total = checksum(array)
         w[3, 3] += 1
-        copy_all(pairs)
+        return total
+
+    def torn(pairs):
+        crcs = copy_summed(pairs)
+        w.add_(1)
+        return crcs
 
     with shardckpt.Publisher(tmp_path, proof=proof) as publisher:
         publisher.publish(0, {"w": w})
         publisher.wait()
-        monkeypatch.setattr(staging, "copy_all", torn)
+        monkeypatch.setattr(copying, "checksum", late)
+        monkeypatch.setattr(copying, "_copy_summed", torn)
         if proof:
             with pytest.raises(
                 CorruptionError, match="the copy to be saved has other elements than the tensor"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.format.crc_algebra import product, shift
+from shardckpt.format.crc_algebra import joined
 
 _POLYNOMIAL = 0xEDB88320
 """Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the
@@ -36,15 +36,10 @@ class PartsCrc:
         """Add a part that is not empty, by its CRC-32."""
         start = self._ends.pop(offset, offset)
         before, known = self.parts.pop(start, (0, 0))
-        self.parts[start] = before + nbytes, _append(known, nbytes, crc)
+        self.parts[start] = before + nbytes, joined(known, nbytes, crc, _POLYNOMIAL)
         self._ends[offset + nbytes] = start
         while self.nbytes in self.parts:
             length, following = self.parts.pop(self.nbytes)
-            self.value = _append(self.value, length, following)
+            self.value = joined(self.value, length, following, _POLYNOMIAL)
             self.nbytes += length
             del self._ends[self.nbytes]
-
-
-def _append(crc: int, nbytes: int, following: int) -> int:
-    """The CRC-32 of two adjacent parts; `nbytes` are those of the second."""
-    return product(crc, shift(nbytes, _POLYNOMIAL), _POLYNOMIAL) ^ following
