@@ -10,7 +10,6 @@ Tensors may lie in other checkpoints, or follow from theirs (`format.bases`).
 
 from __future__ import annotations
 
-import marshal
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -52,8 +51,6 @@ _Devices = TypeVar("_Devices", Mesh, StoredLayout)
 MOST_DEVICES = 1 << 24
 """Most devices over all meshes, and over all shardings; limits the memory for a short record that
 claims many large ones."""
-_WITHOUT_REFERENCES = 2
-"""The version of `marshal` in which equal documents have equal bytes: no later one has."""
 
 
 @record
@@ -327,19 +324,19 @@ def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, Tens
     """The tensors of a structure's JSON form."""
     layouts, bases = _layouts(read), bases_of(read.doc, where) if "bases" in read.doc else []
     tensors: dict[str, TensorRecord] = {}
-    known: dict[bytes, TensorRecord] = {}
+    known: dict[str, TensorRecord] = {}
     suited: set[tuple[int, int]] = set()
     for name, entry in read.mapping("tensors").items():
-        # Among a thousand tensors only some dozen differ in more than their names. Their form tells
-        # 1, 1.0 and True apart, which are equal.
-        form = marshal.dumps(entry, _WITHOUT_REFERENCES)
-        if form in known:
-            tensors[name] = known[form].called(name)
+        # Among a thousand tensors only some dozen differ in more than their names. The key is text,
+        # because 1, 1.0 and True are equal.
+        text = repr(entry)
+        if text in known:
+            tensors[name] = known[text].called(name)
             continue
         inside = Fields(entry, f"{where}: tensor {shown(name)}")
         t = tensors[name] = _tensor(inside, name, layouts, bases, allow_partial=allow_partial)
         if t.is_one_array:
-            known[form] = t
+            known[text] = t
         if t.layout is not None and (id(t.layout), len(t.shape)) not in suited:
             try:
                 t.layout.parts(len(t.shape))

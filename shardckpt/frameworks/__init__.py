@@ -71,6 +71,8 @@ torch tensors."""
 _MARKS = {"dcp_protocol": ("__create_write_items__", "global_offsets")}
 """Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not
 import the adapter."""
+_SETTLED = ("torch_xla", "jax")
+"""The modules of adapters that have a `settle`."""
 _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
 """Types whose values are not tensors, so that no adapter is asked."""
 _BY_CLASS: dict[type, tuple[str, Callable[[Any], bool], _Adapter]] = {}
@@ -168,6 +170,8 @@ def settle(leaves: Iterable[object]) -> None:
     Call it before `target` on many leaves, which else runs a program per such leaf. (`sources`
     computes all pending leaves.)
     """
+    if sys.modules.keys().isdisjoint(_SETTLED):
+        return
     pending: dict[str, list[object]] = {}
     for leaf in leaves:
         known = _BY_CLASS.get(type(leaf))

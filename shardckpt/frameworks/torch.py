@@ -156,9 +156,7 @@ class TensorSink(PlainSink):
     def __post_init__(self) -> None:
         """Ask once where the memory is."""
         self.on_host = all([device_type(view) == "cpu" for view in self.views])  # noqa: C419  (faster than a generator)
-        self.destinations = (
-            [array_of(view, self.dtype) for view in self.views] if self.on_host else None
-        )
+        self.destinations = [array_of(v, self.dtype) for v in self.views] if self.on_host else None
 
     @classmethod
     def of_complete(cls, name: str, leaf: Any) -> TensorSink:
@@ -433,7 +431,9 @@ def array_of(tensor: Any, dtype: DType) -> Array:
     """
     kind = dtype.numpy
     if kind.isbuiltin == 1 and kind.itemsize == tensor.itemsize:
-        return np.asarray(_Memory(tensor, kind.str))
+        array = np.asarray(memory := _Memory(tensor, kind.str))
+        del memory.__array_interface__  # for ten thousands of tensors it takes megabytes
+        return array
     return np.asarray(_Memory(tensor)).view(kind)
 
 
