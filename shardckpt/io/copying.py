@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from crc32c import crc32c
@@ -21,15 +22,16 @@ from shardckpt.format.crc_algebra import CRC32C, joined
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
-from shardckpt.io.threads import map_on_threads, run_on_threads
+from shardckpt.io.threads import run_on_threads
 from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.plan.pieces import batches, large_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 _Pair: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
 """A target and a source, of one shape and dtype."""
 
@@ -41,10 +43,11 @@ _LARGEST_PART = 32 << 20
 long to have it back."""
 _SMALL_AT_A_TIME = 256
 """Small copies between two looks of the interpreter for Ctrl-C and for threads that wait."""
-_SUMMED_BYTES = 4096
-"""Least bytes that the extension copies and sums: its call takes as long as copying so many."""
+_SUMMED_BYTES = 512 << 10
+"""Least bytes that are summed while they are copied: for fewer, its calls take longer than a pass
+of its own over memory that stays in the cache."""
 _SAMPLED, _SAMPLE_EVERY = 4 << 10, 128 << 10
-"""Bytes that are compared after they were copied and summed in one pass, of so many."""
+"""Of what was summed while it was copied, so many bytes of so many are compared afterwards."""
 _memmove = ctypes.PyDLL(None).memmove
 """It keeps the interpreter lock: to give it up takes longer than a small copy."""
 _memmove.argtypes, _memmove.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
@@ -77,87 +80,113 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
     No thread uses the arrays when this returns or raises; after Ctrl-C it first waits for the parts
     in progress.
     """
-    nbytes = sum(target.nbytes for target, _ in pairs)
-    threads = min(cores(), nbytes // _PART_BYTES)
+    most, threads = _division(pairs)
     if threads < 2:
         _copy(pairs)
         return
-    groups = _groups(part for pair in pairs for part in _parts(*pair, _most(nbytes, threads)))
-    run_on_threads(groups, [_copy] * threads, "shardckpt-copy")
+    parts = (part for pair in pairs for part in _parts(*pair, most))
+    run_on_threads(_groups(parts, lambda part: part[0]), [_copy] * threads, "shardckpt-copy")
 
 
 def copy_summed(pairs: Sequence[_Pair]) -> list[int | None]:
     """Copy each source to its target, and return the CRC-32C of its elements in C order.
 
     None for a source that is seen to have changed meanwhile: a part of what was summed and copied
-    in one pass is compared at the end.
+    in one pass is compared at the end. Threads as in `copy_all`.
     """
-    most = _most(sum(target.nbytes for target, _ in pairs), cores())
-    parts = [[*_parts(*pair, most)] for pair in pairs]
-    groups = [*_groups(chain.from_iterable(parts))]
-    crcs = chain.from_iterable(map_on_threads(_copy_summed, groups))
+    most, threads = _division(pairs)
+    parts = [[_Summed(*part) for part in _parts(*_flat(*pair), most)] for pair in pairs]
+    groups = _groups(chain.from_iterable(parts), lambda part: part.target)
+    run_on_threads(groups, [_copy_summed] * max(1, threads), "shardckpt-copy")
     totals: list[int | None] = []
-    for pair, own in zip(pairs, parts, strict=True):
+    for own in parts:
         total = 0
-        for target, _ in own:
-            total = joined(total, target.nbytes, next(crcs), CRC32C)
-        totals.append(total if _seem_equal(*pair) else None)
+        for part in own:
+            total = joined(total, part.target.nbytes, part.crc, CRC32C)
+        totals.append(total if all(part.seems_unchanged() for part in own) else None)
     return totals
 
 
-def _copy_summed(pairs: Sequence[_Pair]) -> list[int]:
-    return [_copy_one_summed(target, source) for target, source in pairs]
+@dataclass(slots=True)
+class _Summed:
+    """A part that is copied and summed."""
+
+    target: NDArray[Any]
+    source: NDArray[Any]
+    crc: int = 0
+    in_one_pass: bool = False
+    """Whether it was summed while it was copied, and not before."""
+
+    def copy(self) -> None:
+        """Copy and sum it."""
+        target, source = self.target, self.source
+        self.in_one_pass = (
+            extension.moving is not None
+            and source.nbytes >= _SUMMED_BYTES
+            and source.flags.c_contiguous
+            and target.flags.c_contiguous
+            and source.dtype != np.bool_
+        )
+        if self.in_one_pass:
+            self.crc = _copy_in_one_pass(_bytes(target), _bytes(source))
+        else:
+            self.crc = checksum(source)
+            target[...] = source
+
+    def seems_unchanged(self) -> bool:
+        """Whether a sample of what was summed and copied in one pass is equal now."""
+        return not self.in_one_pass or np.array_equal(_sample(self.target), _sample(self.source))
 
 
-def _copy_one_summed(target: NDArray[Any], source: NDArray[Any]) -> int:
-    if not _is_one_pass(target, source):
-        total = checksum(source)
-        target[...] = source
-        return total
-    to, data = _bytes(target), _bytes(source)
-    # The extension writes the checksum after the elements, where the last of them belong.
-    inner, part = len(data) - CHECKSUM_BYTES, np.empty(CHECKSUM_BYTES, np.uint8)
-    extension.moving.write_chunks(
-        -1, 0, 0, (data[:inner],), (inner,), 0, 1, part, to, extension.LONGEST_S
+def _copy_summed(parts: Sequence[_Summed]) -> None:
+    for part in parts:
+        part.copy()
+
+
+def _copy_in_one_pass(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> int:
+    # The extension writes the checksum over the last bytes, which are copied afterwards.
+    inner, sums = len(source) - CHECKSUM_BYTES, np.empty(CHECKSUM_BYTES, np.uint8)
+    answer = extension.moving.write_chunks(
+        -1, 0, 0, (source[:inner],), (inner,), 0, 1, sums, target, extension.LONGEST_S
     )
-    to[inner:] = data[inner:]
-    crc: int = crc32c(data[inner:], int.from_bytes(part.tobytes(), "little"))
+    assert answer == (0, 1, 0)
+    target[inner:] = source[inner:]
+    crc: int = crc32c(source[inner:], int.from_bytes(sums.tobytes(), "little"))
     return crc
 
 
-def _is_one_pass(target: NDArray[Any], source: NDArray[Any]) -> bool:
-    return (
-        extension.moving is not None
-        and source.nbytes >= _SUMMED_BYTES
-        and source.flags.c_contiguous
-        and target.flags.c_contiguous
-        and source.dtype != np.bool_
-    )
-
-
-def _seem_equal(target: NDArray[Any], source: NDArray[Any]) -> bool:
-    if not _is_one_pass(target, source):
-        return True
-    samples = []
-    for data in (_bytes(target), _bytes(source)):
-        whole = len(data) // _SAMPLE_EVERY * _SAMPLE_EVERY
-        rows = data[:whole].reshape(-1, _SAMPLE_EVERY)[:, :_SAMPLED]
-        samples.append((rows, data[whole : whole + _SAMPLED]))
-    return all(map(np.array_equal, *samples))
+def _sample(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """`_SAMPLED` of each `_SAMPLE_EVERY` bytes, at changing places: changes may have a period."""
+    data = _bytes(array)
+    count = len(data) // _SAMPLE_EVERY
+    of_each = _SAMPLE_EVERY // _SAMPLED
+    places = data[: count * _SAMPLE_EVERY].reshape(count, of_each, _SAMPLED)
+    number = np.arange(count)
+    sample: NDArray[np.uint8] = places[number, 9 * number % of_each]
+    return sample
 
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-def _most(nbytes: int, threads: int) -> int:
-    """Most bytes of a part."""
-    return max(_PART_BYTES, min(_LARGEST_PART, nbytes // (4 * threads)))
+def _flat(target: NDArray[Any], source: NDArray[Any]) -> _Pair:
+    """Both with one dimension, which can be cut anywhere, if their elements are consecutive."""
+    if target.flags.c_contiguous and source.flags.c_contiguous:
+        return target.reshape(-1), source.reshape(-1)
+    return target, source
 
 
-def _groups(parts: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+def _division(pairs: Sequence[_Pair]) -> tuple[int, int]:
+    """Most bytes of a part, and the number of threads."""
+    nbytes = sum(target.nbytes for target, _ in pairs)
+    threads = min(cores(), nbytes // _PART_BYTES)
+    return max(_PART_BYTES, min(_LARGEST_PART, nbytes // (4 * max(1, threads)))), threads
+
+
+def _groups(parts: Iterable[T], target_of: Callable[[T], NDArray[Any]]) -> Iterator[list[T]]:
     """Parts to draw at a time: drawing 10 KB takes as long as copying them."""
-    return batches(parts, lambda part: (part[0].nbytes,), (_PART_BYTES,))
+    return batches(parts, lambda part: (target_of(part).nbytes,), (_PART_BYTES,))
 
 
 def checksum(array: NDArray[Any]) -> int:

@@ -46,7 +46,7 @@ any size."""
 _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _MOST_LOOKS = 100
-"""Most times in a row that another file, or none, is where one was just found."""
+"""Most times in a row that another file than the locked one may be at the name of a lock."""
 _MOST_KEPT = 12
 """Most files that are open until they are synced together."""
 _ABSENT = b"absent"
@@ -74,7 +74,7 @@ class OpenFile:
         self._held: list[int] = []
         opening = partial(os.open, dir_fd=directory)
         # NFS and FUSE open the file that they found, and others may have removed it meanwhile.
-        tries = _MOST_LOOKS if flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT else 1
+        tries = 12 if flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT else 1
         while not self._held:
             tries -= 1
             with suppress(FileNotFoundError) if tries else nullcontext():
@@ -294,7 +294,7 @@ class DurableDirectories:
 
         From now on, files are made durable at once.
         """
-        for directory, may_fail in (self._later or {}).items():
+        for directory, may_fail in [*(self._later or {}).items()]:
             self._sync(directory, may_fail=may_fail)
         self._synced |= self._made
         self._later = None

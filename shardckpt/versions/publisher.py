@@ -103,8 +103,8 @@ class Publisher:
                 compare, and transfer what differs. It takes as much of their memory as the share.
                 Not for torch_xla.
             proof: whether to compare the copies that are written with the tensors in their own
-                memory. A tensor that changed meanwhile, or a copy that missed a change, fails the
-                version.
+                memory. A tensor that is seen to have changed meanwhile, or a copy that missed a
+                change, fails the version.
             memory_limit: bytes of host memory for staging, beside the copy of the last version.
             commit_timeout: as in `SaveOptions`.
             coordinator: connects the processes of the job; by default detected once.

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -301,3 +302,10 @@ with ThreadPoolExecutor(2) as threads:
 
 def test_a_thread_does_not_find_an_adapter_that_another_one_has_half_imported():
     subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=250)
+
+
+def test_the_adapters_that_compute_pending_leaves_are_listed():
+    folder = Path(frameworks.__file__).parent
+    settling = {path.stem for path in folder.glob("*.py") if "\ndef settle(" in path.read_text()}
+    settling.remove("__init__")
+    assert {frameworks._ADAPTERS[name] for name in settling} == {*frameworks._SETTLED}
