@@ -84,7 +84,7 @@ class Piece:
     @property
     def num_chunks(self) -> int:
         """Number of chunks: 1 for a scalar, 0 for an array of size zero."""
-        return 1 if self.shape == self.chunks else _grid_size(self.shape, self.chunks)
+        return _grid_size(self.shape, self.chunks)
 
 
 # --- chunks of pieces

@@ -252,8 +252,7 @@ class TableBlocks:
             low, high = first // per_unit, (first + num_chunks - 1) // per_unit
             if self._hosts is None and high - low < 2:  # all small tensors
                 few.add(low)
-                if high > low:
-                    few.add(high)
+                few.add(high)
             else:
                 runs.append(first + np.stack(chunk_runs(piece, boxes)))
         starts, stops = np.concatenate(runs, axis=1)

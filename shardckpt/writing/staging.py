@@ -67,11 +67,11 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
-_SUMMED_AGAIN = 256 << 10
-"""Most bytes of a copy that are summed twice: to join the sums of its runs takes longer."""
 _LEAST_PARTS = 8
 """Least number of parts. The end of each part may stay unused, and each thread works on one part at
 a time."""
+_SUMMED_AGAIN = 256 << 10
+"""Most bytes of a copy that are summed twice: to join the sums of its runs takes longer."""
 
 
 @dataclass(slots=True)
