@@ -116,6 +116,8 @@ class _Proxy:
         except (_Reset, ConnectionError, web.RequestPayloadError):
             transfer.reset()
             return web.Response()
+        finally:
+            self._traffic.end(noted)
 
     async def land(self) -> list[int]:
         """Pass on what was held back, in the order in which it came.

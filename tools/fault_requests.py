@@ -156,6 +156,9 @@ class Exchange:
     """Of the request's body, as far as it came."""
     bytes_down: int = 0
     """Of the answer's body, as far as it was sent."""
+    round: int = 0
+    """Length of the longest row of exchanges up to this one, each of which began after the end of
+    the one before it."""
 
 
 class Traffic:
@@ -166,14 +169,21 @@ class Traffic:
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
+        self._rounds = 0
 
     def add(self, exchange: Exchange) -> None:
         """Note one; for the proxy."""
+        exchange.round = self._rounds + 1
         self._exchanges.append(exchange)
+
+    def end(self, exchange: Exchange) -> None:
+        """Note that the client has its answer, or will get none; for the proxy."""
+        if any(one is exchange for one in reversed(self._exchanges)):  # else it was forgotten
+            self._rounds = max(self._rounds, exchange.round)
 
     def reset(self) -> None:
         """Forget all."""
-        self._exchanges = []
+        self._exchanges, self._rounds = [], 0
 
     def exchanges(self, prefix: str = "") -> list[Exchange]:
         """Those about objects (or listings) whose `bucket/object` starts with `prefix`."""

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain, compress
-from typing import TYPE_CHECKING, TypeAlias
-
-import numpy as np
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt._version import __version__
 from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
+from shardckpt.commit.merged import TABLE, chunk_places, write_table
 from shardckpt.commit.replicas import check_replicas
 from shardckpt.commit.small_tensors import SMALL, SMALL_TABLE, small_chunks, small_table
 from shardckpt.commit.table_reading import read_table
@@ -52,7 +52,6 @@ from shardckpt.format.record import (
 from shardckpt.format.table import OWN_OBJECT, Table
 from shardckpt.format.zarr_arrays import (
     chunk_object_key,
-    chunk_object_keys,
     encoded_documents,
     plain_key,
     zarr_documents,
@@ -60,20 +59,19 @@ from shardckpt.format.zarr_arrays import (
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
 from shardckpt.io.threads import collector_paused, map_on_threads
+from shardckpt.io.together import Uploads, read_together
 from shardckpt.state.names import shown
 from shardckpt.text import few, numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.store import Store
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """Different versions of the hosts' contents, each with the hosts that have it."""
 
-TABLE = "table"
-"""All hosts' chunk tables as one, relative to the attempt."""
 _NAMED_HOSTS = 1000
 """Most missing hosts that a message names."""
 
@@ -113,6 +111,7 @@ def assemble(
     place: Store,
     known: Mapping[FileReference, Contents] | None = None,
     written: Mapping[TableReference, Table] | None = None,
+    finished: Sequence[int] | None = None,
 ) -> CheckpointRecord:
     """Build the commit record of an attempt whose host records are all there.
 
@@ -123,21 +122,26 @@ def assemble(
         known: contents that the caller already has, by their file: the file's digest is checked,
             and it is not parsed.
         written: chunk tables that the caller has written, in the same way.
+        finished: the hosts that have written their record, if the caller knows that: sorted.
 
     Raises:
         CommitError: records contradict each other, or a chunk was written by no host or by several.
     """
     place = place.synced_later()
     with collector_paused() if place.near else nullcontext():
-        record = _assemble(place, known or {}, written or {})
+        present = finished_hosts(place) if finished is None else finished
+        record = _assemble(place, present, known or {}, written or {})
     place.sync()
     return record
 
 
 def _assemble(
-    place: Store, known: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]
+    place: Store,
+    present: Sequence[int],
+    known: Mapping[FileReference, Contents],
+    written: Mapping[TableReference, Table],
 ) -> CheckpointRecord:
-    hosts, references = _host_records(place)
+    hosts, references = _host_records(place, present)
     # The only host is the caller itself.
     if (records := place.local_path("records")) is not None and not (written and len(hosts) == 1):
         with storage_errors("write", records):
@@ -147,43 +151,52 @@ def _assemble(
                 # the name durable.
             )
     first = hosts[0]
-    parts = _contents(place, hosts, known)
+    packed = first.layout == "packed"
+    # Zarr has no codec for differences, so there is no index of them: its readers fail, and do not
+    # take them for elements.
+    indexed = packed and first.compression != "difference"
+    reads: list[Callable[[], Any]] = [
+        partial(_contents, place, hosts, known),
+        partial(_tables, place, hosts, written),
+        partial(index.is_by_host, place) if indexed and len(hosts) == 1 else lambda: False,
+    ]
+    parts: _Parts
+    parts, tables, by_host = read_together(place, reads)
     contents = Contents.union(parts)
     structure = contents.structure
     if len(hosts) > 1:
         check_replicas(place, hosts, structure.tensors)
-    tables = _tables(place, hosts, written)
     small, data = small_chunks(contents, first.compression) if contents.small else ([], b"")
-    small_tables = [small_table(small, packed=first.layout == "packed")] if small else []
-    by_host = len(hosts) == 1 and first.layout == "packed" and index.is_by_host(place)
+    small_tables = [small_table(small, packed=packed)] if small else []
     table = _merge_tables(place, [*tables, *small_tables], parts, structure.tensors.values())
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    if first.layout == "packed" and small:
-        place.write(SMALL, data)
-    if first.compression == "difference":
-        # Zarr has no codec for these, so there is no index: its readers fail, and do not take
-        # differences for elements.
-        pass
-    elif first.layout == "packed":
-        # Chunks that hosts wrote are there by reference; those of small tensors are values in the
-        # index itself.
-        values = {
-            chunk_object_key(piece, position): stored.tobytes()
-            for piece, position, stored, _ in small
-        }
-        if not by_host:
+    with Uploads(place) as uploads:
+        table_of_all = (
+            replace(first.files.table, key=TABLE) if by_host else write_table(uploads, TABLE, table)
+        )
+        table_of_small = write_table(uploads, SMALL_TABLE, *small_tables) if small else None
+        fingerprint = write_fingerprint(place, hosts, contents) if first.fingerprint else None
+        if packed and small:
+            uploads.write(SMALL, data)
+        if indexed and not by_host:
+            # Chunks that hosts wrote are there by reference; those of small tensors are values in
+            # the index itself.
+            values = {
+                chunk_object_key(piece, position): stored.tobytes()
+                for piece, position, stored, _ in small
+            }
             index.write_index(
                 place,
-                _places(table, structure),
+                chunk_places(table, structure),
                 [*encoded_documents(structure, first.compression)],
                 values,
             )
-    else:
-        for piece, position, stored, _ in small:
-            place.write(plain_key(chunk_object_key(piece, position)), stored)
-        index.write_plain_documents(place, dict(zarr_documents(structure, first.compression)))
+        if not packed:
+            for piece, position, stored, _ in small:
+                uploads.write(plain_key(chunk_object_key(piece, position)), stored)
+            index.write_plain_documents(place, dict(zarr_documents(structure, first.compression)))
     return CheckpointRecord(
         attempt=first.attempt,
         created=utc_now(),
@@ -204,21 +217,20 @@ def _assemble(
                 else {}
             ),
         },
-        fingerprint=write_fingerprint(place, hosts, contents) if first.fingerprint else None,
-        table=replace(first.files.table, key=TABLE)
-        if by_host
-        else write_table(place, TABLE, table),
-        small_table=write_table(place, SMALL_TABLE, *small_tables) if small else None,
+        fingerprint=fingerprint,
+        table=table_of_all,
+        small_table=table_of_small,
         saved_by=contents.processes,
     )
 
 
-def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
+def _host_records(
+    place: Store, present: Sequence[int]
+) -> tuple[list[HostRecord], list[FileReference]]:
     """All host records of an attempt, in order of host, and references.
 
-    The references commit to the digests of the records.
+    The references commit to the digests of the records. `present` has the hosts that have one.
     """
-    present = finished_hosts(place)
     if not present:
         raise CommitError(
             f"{place}: no host has finished this save, or `shardckpt gc` has removed it; save "
@@ -227,7 +239,7 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     read = map_on_threads(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
-    if len(present) != first.hosts or present != list(range(len(present))):
+    if len(present) != first.hosts or [*present] != [*range(len(present))]:
         # A record may claim any number of hosts, so only the first missing ones are named.
         missing = sorted(set(range(min(first.hosts, len(present) + _NAMED_HOSTS))) - set(present))
         raise CommitError(
@@ -433,64 +445,3 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
                 "alone has it, save with host_tensors='local'."
             )
     return ""
-
-
-def write_merged(
-    place: Store,
-    table: Table,
-    structure: Structure,
-    compression: str | None,
-    nodes: str,
-    leaf: bytes,
-) -> None:
-    """Write the merged index and the table of all, for the only host of an attempt.
-
-    They are written before the host's record, in the layout "packed".
-
-    If that fails, the host's data is complete all the same. The manifest is deleted, so that the
-    committer writes the index and the table. The file `nodes` has the leaf in any case. If a bucket
-    applies a lost write of the manifest later, all that it refers to is there.
-
-    Args:
-        place: the attempt.
-        table: the host's chunk table.
-        structure: the structure; all of its chunks are in the table.
-        compression: of the chunks.
-        nodes: the file with the leaf of the host's own index; the nodes of the merged one follow in
-            it.
-        leaf: this leaf.
-    """
-    try:
-        # First: a committer that finds the index relies on the table.
-        write_table(place, TABLE, table)
-        index.write_index(
-            place,
-            _places(table, structure),
-            [*encoded_documents(structure, compression)],
-            {},
-            nodes,
-            leaf,
-        )
-    except Exception:  # noqa: BLE001  (whatever it is: after the host's record, the committer does this again, and raises it)
-        place.delete(index.MANIFEST)
-        if not place.exists(nodes):  # else they stay: a bucket may apply a lost write later
-            place.write(nodes, leaf)
-
-
-def _places(table: Table, structure: Structure) -> index.Chunks:
-    """The chunks that hosts wrote into data files."""
-    pieces = {piece.path: piece for tensor in structure.tensors.values() for piece in tensor.pieces}
-    own = np.array([file != SMALL for file in table.files], bool)[table.rows.file]
-    keys: list[str] = []
-    for path, count in table.counts.items():
-        keys += chunk_object_keys(pieces[path], table.rows.chunk[len(keys) : len(keys) + count])
-    columns = (table.rows.file, table.rows.offset, table.rows.length)
-    rows = np.stack([column[own].astype(np.int64) for column in columns], axis=1)
-    return index.Chunks([key.encode() for key in compress(keys, own)], table.files, rows)
-
-
-def write_table(place: Store, key: str, table: Table) -> TableReference:
-    """Write a chunk table; return the reference to it."""
-    data = table.encode()
-    place.write(key, data)
-    return TableReference.of(key, data, len(data) - table.body_bytes)

@@ -1,8 +1,8 @@
 """Metadata for all other zarr readers, built after all hosts have written.
 
 Packed layout: one OCDBT database over the complete attempt (`write_index`), which refers to the
-hosts' data files. Before that, each host has sealed databases of its own over its data files, its
-*lanes* (`seal_lane`). All are written without TensorStore, whose conditional writes of a file go by
+hosts' data files. Before that, each host has written databases of its own over its data files, its
+*lanes* (`Lane`). All are written without TensorStore, whose conditional writes of a file go by
 its inode number, and never end where that changes with each look (as on some mounts of buckets).
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
@@ -33,9 +33,10 @@ from shardckpt.format.zarr_arrays import (
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
+from shardckpt.io.together import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -71,18 +72,76 @@ class Chunks(NamedTuple):
     """(n, 3) index into `files`, offset of the first byte, bytes."""
 
 
+class MergedIndex(NamedTuple):
+    """The index of a complete attempt, to be written."""
+
+    name: str
+    """The file of the nodes, relative to the attempt."""
+    nodes: bytes
+    large: bytes
+    """Documents that are too large for a node."""
+    manifest: bytes
+    keys: list[bytes]
+    """All keys, ascending."""
+
+    def write_nodes(self, uploads: Uploads) -> None:
+        """Begin to write all but the manifest."""
+        uploads.write(self.name, self.nodes)
+        if self.large:
+            uploads.write(_LARGE, self.large)
+
+    def check(self, attempt: Store) -> None:
+        """Check that TensorStore finds all keys, or our own reader where it has no driver.
+
+        Raises:
+            CommitError: it finds others.
+        """
+        listed = sorted(attempt.with_new_keys(partial(_list_keys, attempt)))
+        if listed != self.keys:
+            reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
+            raise CommitError(
+                f"{attempt}: {reader} {len(listed)} keys in the index where {len(self.keys)} were "
+                "written."
+            )
+
+
 def write_index(
+    attempt: Store,
+    chunks: Chunks,
+    documents: Sequence[tuple[str, bytes]],
+    values: Mapping[str, bytes],
+) -> None:
+    """Build the index of a complete attempt; if one is there already, the result is the same.
+
+    Args:
+        attempt: the attempt's place.
+        chunks: as for `merged_index`.
+        documents: as for `merged_index`.
+        values: as for `merged_index`.
+
+    Raises:
+        CommitError: as for `merged_index`; or the index that is read back has other keys.
+        StorageError: the storage failed.
+    """
+    index = merged_index(attempt, chunks, documents, values)
+    with Uploads(attempt) as uploads:
+        index.write_nodes(uploads)
+    attempt.write(MANIFEST, index.manifest)
+    index.check(attempt)
+
+
+def merged_index(
     attempt: Store,
     chunks: Chunks,
     documents: Sequence[tuple[str, bytes]],
     values: Mapping[str, bytes],
     name: str = _NODES,
     before: bytes = b"",
-) -> None:
-    """Build the index of a complete attempt; if one is there already, the result is the same.
+) -> MergedIndex:
+    """Lay out the index of a complete attempt.
 
     Args:
-        attempt: the attempt's place.
+        attempt: the attempt's place, for messages.
         chunks: the chunks in data files.
         documents: array path and encoded `zarr.json` of each array; the groups' documents are made
             here.
@@ -91,9 +150,7 @@ def write_index(
         before: bytes that come before them in that file.
 
     Raises:
-        CommitError: an array's path is another's chunk; or the index that is read back has other
-            keys.
-        StorageError: the storage failed.
+        CommitError: an array's path is another's chunk.
     """
     inside = {
         key.encode(): data for key, data in chain(packed_documents(documents), values.items())
@@ -111,7 +168,6 @@ def write_index(
             [*files, _LARGE],
             np.concatenate([rows, np.array(places, np.int64)]),
         )
-        attempt.write(_LARGE, b"".join(large.values()))
     small = [key for key in inside if key not in large]
     keys += small
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__))
@@ -126,14 +182,7 @@ def write_index(
     nodes, manifest = ocdbt.tree(
         name, keys, files, rows, [held[i] for i in order.tolist()], len(before)
     )
-    attempt.write(name, before + nodes)
-    attempt.write(MANIFEST, manifest)
-    listed = sorted(attempt.with_new_keys(partial(_list_keys, attempt)))
-    if listed != keys:
-        reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
-        raise CommitError(
-            f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written."
-        )
+    return MergedIndex(name, before + nodes, b"".join(large.values()), manifest, keys)
 
 
 def is_by_host(attempt: Store) -> bool:
@@ -141,10 +190,9 @@ def is_by_host(attempt: Store) -> bool:
 
     In this case the index's nodes are in the host's own folder, and as durable as its record.
     """
-    if not attempt.exists(MANIFEST):
-        return False
     try:
-        root = _versions(attempt)[-1].node
+        manifest, _ = attempt.read_versioned(MANIFEST)
+        root = None if manifest is None else _versions(attempt, manifest)[-1].node
     except StorageError:  # damaged, or not by us: it is written anew
         return False
     return root is not None and root[0].startswith("hosts/")
@@ -163,26 +211,35 @@ def _list_keys(attempt: Store) -> list[bytes]:
         )
 
 
-def seal_lane(
-    store: Store,
-    keys: list[bytes],
-    files: list[str],
-    places: NDArray[np.int64],
-    write_node: Callable[[bytes], None],
-) -> None:
-    """Write the leaf of a database, and then its manifest; read them back with TensorStore.
+class Lane(NamedTuple):
+    """One of a host's own databases, to be written."""
 
-    Args:
-        store: the database.
-        keys: keys of the chunks, ascending.
-        files: its data files.
-        places: (n, 3) file, offset and length of each chunk.
-        write_node: writes the file of the leaf.
-    """
-    node = ocdbt.leaf_node(keys, files, *places.T)
-    write_node(node)
-    store.write(MANIFEST, ocdbt.manifest(TREE, len(node), len(keys), int(places[:, 2].sum())))
-    store.with_new_keys(partial(_check_lane, store, keys, files, places))
+    name: str
+    """Relative to the attempt."""
+    keys: list[bytes]
+    """Keys of the chunks, ascending."""
+    files: list[str]
+    """Its data files."""
+    places: NDArray[np.int64]
+    """(n, 3) file, offset and length of each chunk."""
+
+    def objects(self) -> dict[str, bytes]:
+        """Key, relative to the attempt → bytes of the leaf and of the manifest."""
+        leaf = ocdbt.leaf_node(self.keys, self.files, *self.places.T)
+        nbytes = int(self.places[:, 2].sum())
+        return {
+            f"{self.name}/{TREE}": leaf,
+            f"{self.name}/{MANIFEST}": ocdbt.manifest(TREE, len(leaf), len(self.keys), nbytes),
+        }
+
+    def check(self, attempt: Store) -> None:
+        """Check that TensorStore finds every chunk.
+
+        Raises:
+            CommitError: it finds others, or elsewhere.
+        """
+        store = attempt.sub(self.name)
+        store.with_new_keys(partial(_check_lane, store, self.keys, self.files, self.places))
 
 
 def _check_lane(
@@ -241,8 +298,11 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
         attempt: the attempt's place.
         documents: array path → its `zarr.json`; the groups' documents are made here.
     """
-    for key, data in plain_documents(documents).items():
-        attempt.write(key, data)
+    *members, (root, consolidated) = plain_documents(documents).items()
+    with Uploads(attempt) as uploads:
+        for key, data in members:
+            uploads.write(key, data)
+    attempt.write(root, consolidated)
 
 
 def packed_documents(documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
@@ -287,7 +347,7 @@ def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
         FormatError: the index has a form that neither TensorStore nor we can read.
     """
     seen: set[Place] = set()
-    newest, *older = _versions(attempt)[::-1]
+    newest, *older = _versions(attempt, attempt.read(MANIFEST))[::-1]
     yield from _entries(attempt, newest.node, b"", seen, 0)
     for version in older:
         for _ in _entries(attempt, version.node, b"", seen, 0):
@@ -327,10 +387,10 @@ def _database(place: Store) -> Any:
     return ts.KvStore.open(spec, context=place.context()).result()
 
 
-def _versions(place: Store) -> list[Version]:
+def _versions(place: Store, manifest: bytes) -> list[Version]:
     """All versions of a database, the newest last."""
     with storage_errors("read the index of", place):
-        return ocdbt.read_manifest(place.read(MANIFEST))
+        return ocdbt.read_manifest(manifest)
 
 
 def _entries(

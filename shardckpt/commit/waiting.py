@@ -30,8 +30,8 @@ def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE)
 
 def wait_for_hosts(
     place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None
-) -> None:
-    """Wait until all hosts have written their record.
+) -> list[int]:
+    """Wait until all hosts have written their record; return all that have.
 
     Args:
         place: the attempt.
@@ -44,9 +44,10 @@ def wait_for_hosts(
     """
     began, notice = time.monotonic(), WaitNotice(str(place))
     while True:
-        missing = sorted(set(range(hosts)) - set(finished_hosts(place)))
+        finished = finished_hosts(place)
+        missing = sorted(set(range(hosts)) - set(finished))
         if not missing:
-            return
+            return finished
         reason = failed()
         if reason is not None:
             raise CommitError(f"{place}: {reason} Nothing was published.")

@@ -30,7 +30,8 @@ from shardckpt.frameworks.per_process import values_file
 from shardckpt.reshard.job import OpenJob
 from shardckpt.streaming.assemble import assemble_chunks
 from shardckpt.streaming.batches import BatchMemory
-from shardckpt.writing.host import HostWriter, write_record
+from shardckpt.writing.host import HostWriter
+from shardckpt.writing.host_record import write_record
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store
@@ -142,7 +143,7 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
             _process_values(opened, task.number),
         )
         record, table = writer.complete(
-            described, hosts=hosts, prior=opened.prior.digest, values=values
+            lambda **_: described, hosts=hosts, prior=opened.prior.digest, values=values
         )
         if opened.job.options.verify:
             try:

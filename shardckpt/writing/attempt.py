@@ -319,9 +319,9 @@ class Attempt:
             self._ended = True
             self.see_published()
             return time.monotonic()
-        self.await_hosts()
+        finished = self.await_hosts()
         waited_at = time.monotonic()
-        record = self.assemble_record()
+        record = self.assemble_record(finished)
         with data_stays(self.store):
             before_publish()
         self.check_replaced()
@@ -329,26 +329,27 @@ class Attempt:
         self.publish(record)
         return waited_at
 
-    def await_hosts(self) -> None:
-        """Wait until all hosts have written their share."""
+    def await_hosts(self) -> list[int]:
+        """Wait until all hosts have written their share; return the hosts."""
         if self.alone:
-            return
-        wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
-        if self.store.durable_when_visible:
-            return
-        # On a disk, a record may be visible for a moment that is not durable.
-        assert self._announcements is not None
-        if (failed := self._announcements.failed_host(self.name)) is not None:
-            raise CommitError(f"{self.place}: {failed} Nothing was published.")
+            return [self.world.process]
+        timeout = self.options.commit_timeout
+        hosts = wait_for_hosts(self.place, self.world.processes, timeout, self._failure)
+        if not self.store.durable_when_visible:
+            # On a disk, a record may be visible for a moment that is not durable.
+            assert self._announcements is not None
+            if (failed := self._announcements.failed_host(self.name)) is not None:
+                raise CommitError(f"{self.place}: {failed} Nothing was published.")
+        return hosts
 
-    def assemble_record(self) -> CheckpointRecord:
-        """The commit record, with everything that it refers to in place.
+    def assemble_record(self, hosts: Sequence[int]) -> CheckpointRecord:
+        """The commit record, with everything that it refers to in place; only publishing remains.
 
-        Only publishing remains.
+        `hosts` are those that have finished.
         """
         assert self.prior is not None
         with data_stays(self.store, self.prior):
-            record = assemble(self.place, self._known, self._tables)
+            record = assemble(self.place, self._known, self._tables, hosts)
         if record.structure.bases:
             check_bases(self.store.location, record, self.prior.attempt)
         check_local(self._unused_local, record.structure.tree, self.store)

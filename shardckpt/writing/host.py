@@ -9,15 +9,13 @@ tensors (`encoder`).
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardckpt.commit.assemble import write_merged, write_table
-from shardckpt.errors import ShardckptError
+from shardckpt.commit.index import TREE
+from shardckpt.commit.merged import check_merged, write_merged, write_table
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.merging import merge_structures
@@ -25,11 +23,12 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io import extension
-from shardckpt.io.failures import storage_errors
 from shardckpt.io.threads import run_on_threads
+from shardckpt.io.together import Uploads, read_together
 from shardckpt.plan.blocks import parts_of
 from shardckpt.plan.pieces import batches, padded_size
 from shardckpt.writing.encoder import Encoder, merge_written
+from shardckpt.writing.host_record import describe, write_record
 from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.commit.index import Lane
     from shardckpt.format.fingerprint import RunSums
     from shardckpt.format.record import Contents
     from shardckpt.format.replicas import Checksums
@@ -47,62 +47,7 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
     from shardckpt.writing.encoder import Array, Elements
     from shardckpt.writing.kept import KeptChunks
-
-
-def describe(
-    place: Store, contents: Contents, key: str | None = None, *, always: bool = False
-) -> FileReference:
-    """Write a host's contents into the attempt at `place`, unless they are there already.
-
-    A host with the same contents may have written them. With `always` they are written in any case.
-    """
-    reference, data = contents.seal(key)
-    if always or not place.exists(reference.key):
-        place.write(reference.key, data)
-    return reference
-
-
-def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bool:
-    """Write a host's record, after everything that it refers to is durable.
-
-    On a disk, a file may be visible although making it durable failed. Such a record is removed, or
-    else emptied, so that nobody commits what it refers to.
-
-    Args:
-        place: the attempt.
-        record: the host's record.
-        first: write it only if there is none yet.
-
-    Returns:
-        Whether the record there is this one.
-    """
-    data = seal(record.to_json(), record.version)
-    try:
-        if first:
-            return place.create(record.key, data)
-        place.write(record.key, data)
-    except BaseException:
-        _take_back(place, record.key, data)
-        raise
-    return True
-
-
-def _take_back(place: Store, key: str, data: bytes) -> None:
-    """Remove a record from a disk, or empty it where nothing can be removed.
-
-    If the record is durable, a crash may bring it back.
-    """
-    if (path := place.local_path(key)) is None:
-        return
-    with suppress(ShardckptError):
-        there, generation = place.read_versioned(key)
-        if there != data:
-            return
-        try:
-            place.remove(key, generation)
-        except ShardckptError:
-            with storage_errors("empty", path):
-                os.truncate(path, 0)
+    from shardckpt.writing.packed import Extents
 
 
 class HostWriter:
@@ -284,8 +229,10 @@ class HostWriter:
         """
         self._encoders[0].append_laid_out(chunks)
 
-    def describe(self, contents: Contents, *, hosts: int) -> FileReference:
-        """Write the host's contents once, unless a host with the same contents has written them.
+    def describe(
+        self, contents: Contents, *, hosts: int, uploads: Uploads | None = None
+    ) -> FileReference:
+        """Write the host's contents once; see the function `describe`.
 
         `hosts` is the number of hosts of the attempt.
         """
@@ -293,7 +240,7 @@ class HostWriter:
             # The committer adds the commit record alone, and there are few directories.
             alone = hosts == 1 and not contents.small
             key = f"{self.folder}/contents.json" if alone else None
-            self._described = describe(self._place, contents, key)
+            self._described = describe(self._place, contents, key, always=alone, uploads=uploads)
         return self._described
 
     def finish(
@@ -314,12 +261,16 @@ class HostWriter:
             values: file of this process's own values; None: there are none.
             replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        described = self.describe(contents, hosts=hosts)
         all_of = contents.structure if hosts == 1 and not contents.small else None
         if all_of is not None and all_of.is_partial:
             all_of = merge_structures([((0,), all_of)])
         record, self.table = self.complete(
-            described, hosts=hosts, prior=prior, values=values, replicas=replicas, all_of=all_of
+            partial(self.describe, contents, hosts=hosts),
+            hosts=hosts,
+            prior=prior,
+            values=values,
+            replicas=replicas,
+            all_of=all_of,
         )
         self.vouches = True  # even if the write fails: perhaps only its response was lost
         write_record(self._place, record)
@@ -327,7 +278,7 @@ class HostWriter:
 
     def complete(
         self,
-        contents: FileReference,
+        describe: Callable[..., FileReference],
         *,
         hosts: int,
         prior: str | None,
@@ -337,10 +288,11 @@ class HostWriter:
     ) -> tuple[HostRecord, Table]:
         """Wait until all chunks are durable.
 
-        Write the chunk table and the other files that the host's record refers to.
+        Write the chunk table and the other files that the host's record refers to, at once where
+        requests are slow.
 
         Args:
-            contents: reference to the contents file.
+            describe: returns the reference to the contents file; may write it among `uploads`.
             hosts: as for `finish`.
             prior: as for `finish`.
             values: as for `finish`.
@@ -353,6 +305,43 @@ class HostWriter:
         """
         packed = self._writer if isinstance(self._writer, PackedWriter) else None
         extents = packed.end() if packed else self._writer.finish()
+        table = self._table_of(extents, packed=packed is not None)
+        checks: list[Callable[[], object]] = []
+        with Uploads(self._place) as uploads:
+            files = HostFiles(
+                contents=describe(uploads=uploads),
+                table=write_table(uploads, f"{self.folder}/table", table),
+                lanes=() if packed is None else tuple(packed.lanes),
+                values=None if values is None else self._write_own(uploads, "values.json", values),
+                sums=self._write_sums(uploads),
+                replicas=None if not replicas else self._write_replicas(uploads, replicas),
+            )
+            # zarr has no codec for these, and would show them for weights.
+            if packed is not None and self._compression != "difference":
+                checks = self._write_lanes(uploads, packed.lanes_of(extents), table, all_of)
+            if packed is not None:
+                packed.wait()
+        read_together(self._place, checks)
+        record = HostRecord(
+            attempt=self._attempt,
+            host=self._host,
+            hosts=hosts,
+            prior=prior,
+            layout=self._layout,
+            compression=self._compression,
+            files=files,
+            chunks=len(table.rows),
+            stored_bytes=int(extents.length.sum()),
+            changed_bytes=sum(encoder.changed_bytes for encoder in self._encoders)
+            if self._compression == "difference"
+            else None,
+        )
+        self._place.make_parents(record.key)
+        self._place.sync()
+        return record, table
+
+    def _table_of(self, extents: Extents, *, packed: bool) -> Table:
+        """The table of all chunks, which have these places."""
         written = merge_written([encoder.finish() for encoder in self._encoders])
         order = np.lexsort((written.chunk, written.path))
         counts = dict(
@@ -365,59 +354,51 @@ class HostWriter:
         # Plain layout: the key determines the place.
         file = extents.file if packed else np.full(len(order), OWN_OBJECT)
         columns = (written.chunk, file, extents.offset, extents.length, written.crc)
-        table = Table(
+        return Table(
             list(extents.files), counts, ArrayChunks.of_columns(*(c[order] for c in columns))
         )
-        # zarr has no codec for these, and would show them for weights.
-        if packed is not None and self._compression != "difference":
-            packed.seal(
-                extents,
-                None
-                if all_of is None
-                else partial(write_merged, self._place, table, all_of, self._compression),
-            )
-        record = HostRecord(
-            attempt=self._attempt,
-            host=self._host,
-            hosts=hosts,
-            prior=prior,
-            layout=self._layout,
-            compression=self._compression,
-            files=HostFiles(
-                contents=contents,
-                table=write_table(self._place, f"{self.folder}/table", table),
-                lanes=() if packed is None else tuple(packed.lanes),
-                values=None if values is None else self._write_own("values.json", values),
-                sums=self._write_sums(),
-                replicas=None if not replicas else self._write_replicas(replicas),
-            ),
-            chunks=len(order),
-            stored_bytes=int(extents.length.sum()),
-            changed_bytes=sum(encoder.changed_bytes for encoder in self._encoders)
-            if self._compression == "difference"
-            else None,
-        )
-        self._place.make_parents(record.key)
-        self._place.sync()
-        return record, table
 
-    def _write_sums(self) -> FileReference | None:
-        """Write what the chunks of all encoders add to the tensors' sums."""
+    def _write_lanes(
+        self, uploads: Uploads, lanes: Iterator[Lane], table: Table, all_of: Structure | None
+    ) -> list[Callable[[], object]]:
+        """Begin to write the host's own databases, and write the merged one; see `complete`.
+
+        Returns:
+            What is to be checked when all are written.
+        """
+        checks: list[Callable[[], object]] = []
+        for number, lane in enumerate(lanes):
+            objects, node = lane.objects(), f"{lane.name}/{TREE}"
+            # The nodes of the merged database follow the first leaf in its file.
+            leaf = objects.pop(node) if number == 0 and all_of is not None else None
+            for key, data in objects.items():
+                uploads.write(key, data)
+            checks.append(partial(lane.check, self._place))
+            if leaf is not None and all_of is not None:
+                compression = self._compression
+                merged = write_merged(self._place, table, all_of, compression, node, leaf)
+                if merged is not None:
+                    checks.append(partial(check_merged, self._place, merged))
+        return checks
+
+    def _write_sums(self, uploads: Uploads) -> FileReference | None:
+        """Begin to write what the chunks of all encoders add to the tensors' sums."""
         if self._sums is None:
             return None
         for encoder in self._encoders:
             assert encoder.sums is not None
             self._sums.merge(encoder.sums)
-        return self._write_own("sums.json", seal({"sums": self._sums.to_json(zeros=False)}))
+        data = seal({"sums": self._sums.to_json(zeros=False)})
+        return self._write_own(uploads, "sums.json", data)
 
-    def _write_replicas(self, checksums: Checksums) -> ReplicasReference:
+    def _write_replicas(self, uploads: Uploads, checksums: Checksums) -> ReplicasReference:
         digests, data = seal_checksums(checksums)
-        return ReplicasReference(self._write_own("replicas.json", data), digests)
+        return ReplicasReference(self._write_own(uploads, "replicas.json", data), digests)
 
-    def _write_own(self, name: str, data: bytes) -> FileReference:
-        """Write a file of this host's own."""
+    def _write_own(self, uploads: Uploads, name: str, data: bytes) -> FileReference:
+        """Begin to write a file of this host's own."""
         key = f"{self.folder}/{name}"
-        self._place.write(key, data)
+        uploads.write(key, data)
         return FileReference.of(key, data)
 
     def abort(self) -> None:

@@ -12,7 +12,7 @@ The chunks lie one after another in the files.
 3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT
    database `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything
    that it points to. A host needs several lanes only if it has more chunks than a leaf should have.
-4. The leaf is read back, and must have every key at its place (`commit.index.seal_lane`).
+4. The leaf is read back, and must have every key at its place (`commit.index.Lane`).
 
 Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one
 for each file in flight, which are used again and again, and kept for the next save. All of them are
@@ -28,23 +28,23 @@ from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.index import TREE, seal_lane
+from shardckpt.commit.index import Lane
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
 from shardckpt.io.store import Store, byte_view
 from shardckpt.io.threads import PoolCall, map_on_threads
+from shardckpt.io.together import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -257,15 +257,23 @@ class PackedWriter:
                 the same chunk.
         """
         extents = self.end()
-        self.seal(extents)
+        self._failed = True  # until this call succeeds
+        self.wait()
+        for lane in self.lanes_of(extents):
+            with Uploads(self._store) as uploads:
+                for key, data in lane.objects().items():
+                    uploads.write(key, data)
+            lane.check(self._store)
+        self._failed = False
         return extents
 
     def end(self) -> Extents:
-        """Wait until all data files are durable; see `finish`."""
+        """End all data files: the place of each chunk. `wait` waits until they are durable."""
         if self._failed:
             raise self._unusable()
         self._failed = True  # until this call succeeds
-        map_on_threads(_DataFiles.finish, self._files)
+        for files in self._files:
+            files.end()
         logs = [files.log for files in self._files]
         first = logs[0].keys
         for log in logs[1:]:
@@ -276,19 +284,13 @@ class PackedWriter:
         self._failed = False
         return extents
 
-    def seal(
-        self, extents: Extents, write_first: Callable[[str, bytes], None] | None = None
-    ) -> None:
-        """Write the indexes of the databases, after `end`; see `finish`.
+    def wait(self) -> None:
+        """After `end`: wait until all data files are durable, or will be with `sync`."""
+        map_on_threads(_DataFiles.wait, self._files)
 
-        Args:
-            extents: the places of all chunks.
-            write_first: writes the file of the first database's leaf, by its key and its bytes,
-                perhaps with other nodes after them.
-        """
-        self._failed = True  # until this call succeeds
-        self._lanes.seal([*self._files[0].log.keys], extents, write_first)
-        self._failed = False
+    def lanes_of(self, extents: Extents) -> Iterator[Lane]:
+        """After `end`: the databases over the data files, to be written."""
+        return self._lanes.laid_out([*self._files[0].log.keys], extents)
 
     def stop(self) -> None:
         """Stop writing; the files stay."""
@@ -359,10 +361,13 @@ class _DataFiles:
             self._size += end - begin
             first, begin = last, end
 
-    def finish(self) -> None:
-        """Wait until all files are durable, or will be with the store's `sync`."""
+    def end(self) -> None:
+        """End the current file, if it is an object: it is sent."""
         if not self._store.appends:
             self._end_file()
+
+    def wait(self) -> None:
+        """Wait until all files are durable, or will be with the store's `sync`."""
         while self._waiting:
             self._settle_one()
         if self._file is not None:  # without a thread: a small save starts none
@@ -466,20 +471,8 @@ class _Lanes:
             self._keys[lane] += count
             return count
 
-    def seal(
-        self,
-        keys: Sequence[str],
-        extents: Extents,
-        write_first: Callable[[str, bytes], None] | None,
-    ) -> None:
-        """Complete all databases, when all data files are durable.
-
-        Args:
-            keys: the keys of all chunks.
-            extents: their places.
-            write_first: see `PackedWriter.seal`.
-        """
-        write = write_first or self._store.write
+    def laid_out(self, keys: Sequence[str], extents: Extents) -> Iterator[Lane]:
+        """All databases, of all chunks and their places."""
         lanes = np.array(self._lane_of, np.int64)
         places = np.stack([extents.file, extents.offset, extents.length], axis=1).astype(np.int64)
         for lane, name in enumerate(self.names):
@@ -490,11 +483,6 @@ class _Lanes:
                 file.removeprefix(f"{name}/")
                 for file in self.files[first : int(np.searchsorted(lanes, lane, "right"))]
             ]
-            write_node = partial(write if lane == 0 else self._store.write, f"{name}/{TREE}")
-            seal_lane(
-                self._store.sub(name),
-                [keys[i].encode() for i in order],
-                files,
-                places[order] - (first, 0, 0),
-                write_node,
+            yield Lane(
+                name, [keys[i].encode() for i in order], files, places[order] - (first, 0, 0)
             )

@@ -279,12 +279,12 @@ def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "failing", ["_host_records", "_check_coverage", "write_index", "write_plain_documents"]
+    "failing", ["_host_records", "_check_coverage", "merged_index", "write_plain_documents"]
 )
 def test_a_save_that_fails_after_its_data_is_durable_keeps_it_whatever_the_error(
     tmp_path, monkeypatch, layout, failing
 ):
-    if failing not in {"packed": {"write_plain_documents"}, "zarr": {"write_index"}}[layout]:
+    if failing not in {"packed": {"write_plain_documents"}, "zarr": {"merged_index"}}[layout]:
         place = assemble if failing.startswith("_") else index
         with monkeypatch.context() as patch:
             patch.setattr(place, failing, lambda *_, **__: 1 / 0)

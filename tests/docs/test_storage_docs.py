@@ -69,7 +69,7 @@ def test_the_policy_names_the_actions_that_are_needed():
     assert bucket["Action"] == "s3:ListBucket"
 
 
-READS = {"read", "stat"}
+READS = {"read"}
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
@@ -81,14 +81,15 @@ def test_requests_need_the_rights_in_the_table_and_no_others(cloud, layout):
         def kinds(use):
             proxy.traffic.reset()
             use()
-            return {e.operation.kind for e in proxy.traffic.exchanges()}
+            kinds = {e.operation.kind for e in proxy.traffic.exchanges()}
+            return {"read" if kind == "stat" else kind for kind in kinds}  # one right
 
         def save(**options):
             shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout=layout, **options))
 
-        saving = {"list", "upload"}
-        assert kinds(save) == READS | saving
+        # The committer lists the records of several processes, not its own.
+        assert kinds(save) == READS | {"upload"}
         assert kinds(lambda: shardckpt.restore(url)) <= READS
         assert kinds(lambda: shardckpt.open(url).verify()) <= READS
-        assert kinds(lambda: save(overwrite=True)) == READS | saving | {"delete"}
+        assert kinds(lambda: save(overwrite=True)) == READS | {"upload", "list", "delete"}
         assert len({key.partition("/")[0] for key in Store.open(url).list()}) == 2

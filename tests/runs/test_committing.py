@@ -140,16 +140,21 @@ def test_a_later_commit_of_a_lone_process_s_save_leaves_its_index_and_table_as_t
     assert value_of(tmp_path / "c") == 1
 
 
-def test_where_a_lone_process_could_not_write_the_index_the_committer_does(tmp_path, monkeypatch):
-    tried, write = [], index.write_index
+@pytest.mark.parametrize("step", ["merged_index", "check"])
+def test_where_a_lone_process_could_not_write_the_index_the_committer_does(
+    tmp_path, monkeypatch, step
+):
+    of = index if step == "merged_index" else index.MergedIndex
+    tried, do = [], getattr(of, step)
 
     def refuses_once(*arguments):
         tried.append(arguments)
-        write(*arguments)
+        done = do(*arguments)
         if len(tried) == 1:
             raise StorageError("the disk is full")
+        return done
 
-    monkeypatch.setattr(index, "write_index", refuses_once)
+    monkeypatch.setattr(of, step, refuses_once)
     save(tmp_path / "c")
     (attempt,) = directories(tmp_path / "c")
     assert (len(tried), (tmp_path / "c" / attempt / "d" / "leaf").exists()) == (2, True)
