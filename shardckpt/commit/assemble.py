@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shardckpt._version import __version__
 from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
-from shardckpt.commit.merged import TABLE, chunk_places, write_table
+from shardckpt.commit.index import TABLE, places_in_files, write_table
 from shardckpt.commit.replicas import check_replicas
 from shardckpt.commit.small_tensors import SMALL, SMALL_TABLE, small_chunks, small_table
 from shardckpt.commit.table_reading import read_table
@@ -59,7 +59,6 @@ from shardckpt.format.zarr_arrays import (
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
 from shardckpt.io.threads import collector_paused, map_on_threads
-from shardckpt.io.together import Uploads, read_together
 from shardckpt.state.names import shown
 from shardckpt.text import few, numbered
 
@@ -161,7 +160,7 @@ def _assemble(
         partial(index.is_by_host, place) if indexed and len(hosts) == 1 else lambda: False,
     ]
     parts: _Parts
-    parts, tables, by_host = read_together(place, reads)
+    parts, tables, by_host = place.read_together(reads)
     contents = Contents.union(parts)
     structure = contents.structure
     if len(hosts) > 1:
@@ -172,7 +171,7 @@ def _assemble(
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
-    with Uploads(place) as uploads:
+    with place.uploads() as uploads:
         table_of_all = (
             replace(first.files.table, key=TABLE) if by_host else write_table(uploads, TABLE, table)
         )
@@ -189,7 +188,7 @@ def _assemble(
             }
             index.write_index(
                 place,
-                chunk_places(table, structure),
+                places_in_files(table, structure),
                 [*encoded_documents(structure, first.compression)],
                 values,
             )

@@ -7,25 +7,28 @@ its inode number, and never end where that changes with each look (as on some mo
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
 
-`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. Our own
-readers use the chunk tables and none of this.
+`stock` says how stock TensorStore opens an array of either layout. Our own readers use the chunk
+tables and none of this.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain, pairwise, repeat
+from itertools import chain, compress, pairwise, repeat
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 import tensorstore as ts
 
+from shardckpt.commit.small_tensors import SMALL
 from shardckpt.errors import CommitError, FormatError, StorageError
+from shardckpt.format.documents import TableReference
 from shardckpt.format.zarr_arrays import (
     PLAIN_ROOT,
+    chunk_object_keys,
     encode_document,
+    encoded_documents,
     group_json,
     parent_groups,
     plain_key,
@@ -33,20 +36,23 @@ from shardckpt.format.zarr_arrays import (
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
-from shardckpt.io.together import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.structure import Structure
+    from shardckpt.format.table import Table
     from shardckpt.io.ocdbt import Place, Version
+    from shardckpt.io.requests import ObjectWriter
     from shardckpt.io.store import Store
-    from shardckpt.io.url import Location
 
 _MOST_INSIDE = 1 << 20
 """Most bytes of a value inside a node, the format's limit. A document inside is covered by the
 node's checksum; one outside is not."""
+TABLE = "table"
+"""All hosts' chunk tables as one, relative to the attempt."""
 MANIFEST = "manifest.ocdbt"
 TREE = "d/tree"
 """The leaf of a lane."""
@@ -84,7 +90,7 @@ class MergedIndex(NamedTuple):
     keys: list[bytes]
     """All keys, ascending."""
 
-    def write_nodes(self, uploads: Uploads) -> None:
+    def write_nodes(self, uploads: ObjectWriter) -> None:
         """Begin to write all but the manifest."""
         uploads.write(self.name, self.nodes)
         if self.large:
@@ -124,7 +130,7 @@ def write_index(
         StorageError: the storage failed.
     """
     index = merged_index(attempt, chunks, documents, values)
-    with Uploads(attempt) as uploads:
+    with attempt.uploads() as uploads:
         index.write_nodes(uploads)
     attempt.write(MANIFEST, index.manifest)
     index.check(attempt)
@@ -183,6 +189,77 @@ def merged_index(
         name, keys, files, rows, [held[i] for i in order.tolist()], len(before)
     )
     return MergedIndex(name, before + nodes, b"".join(large.values()), manifest, keys)
+
+
+def write_merged(
+    place: Store,
+    table: Table,
+    structure: Structure,
+    compression: str | None,
+    nodes: str,
+    leaf: bytes,
+) -> MergedIndex | None:
+    """Write the merged index and the table of all, for the only host of an attempt.
+
+    They are written before the host's record, in the layout "packed".
+
+    If that fails, the host's data is complete all the same. The manifest is deleted, so that the
+    committer writes the index and the table. The file `nodes` has the leaf in any case. If a bucket
+    applies a lost write of the manifest later, all that it refers to is there.
+
+    Args:
+        place: the attempt.
+        table: the host's chunk table.
+        structure: the structure; all of its chunks are in the table.
+        compression: of the chunks.
+        nodes: the file with the leaf of the host's own index; the nodes of the merged one follow in
+            it.
+        leaf: this leaf.
+
+    Returns:
+        The index, to be checked before the host's record is written; None: it could not be written.
+    """
+    try:
+        documents = [*encoded_documents(structure, compression)]
+        merged = merged_index(place, places_in_files(table, structure), documents, {}, nodes, leaf)
+        # Before the manifest: a committer that finds the index relies on the table.
+        with place.uploads() as uploads:
+            write_table(uploads, TABLE, table)
+            merged.write_nodes(uploads)
+        place.write(MANIFEST, merged.manifest)
+    except Exception:  # noqa: BLE001  (whatever it is: after the host's record, the committer does this again, and raises it)
+        place.delete(MANIFEST)
+        if not place.exists(nodes):  # else they stay: a bucket may apply a lost write later
+            place.write(nodes, leaf)
+        return None
+    return merged
+
+
+def check_merged(place: Store, merged: MergedIndex) -> None:
+    """Check what `write_merged` has written; if that fails, the manifest is deleted as there."""
+    try:
+        merged.check(place)
+    except Exception:  # noqa: BLE001  (as above)
+        place.delete(MANIFEST)
+
+
+def places_in_files(table: Table, structure: Structure) -> Chunks:
+    """The chunks that hosts wrote into data files."""
+    pieces = {piece.path: piece for tensor in structure.tensors.values() for piece in tensor.pieces}
+    own = np.array([file != SMALL for file in table.files], bool)[table.rows.file]
+    keys: list[str] = []
+    for path, count in table.counts.items():
+        keys += chunk_object_keys(pieces[path], table.rows.chunk[len(keys) : len(keys) + count])
+    columns = (table.rows.file, table.rows.offset, table.rows.length)
+    rows = np.stack([column[own].astype(np.int64) for column in columns], axis=1)
+    return Chunks([key.encode() for key in compress(keys, own)], table.files, rows)
+
+
+def write_table(place: ObjectWriter, key: str, table: Table) -> TableReference:
+    """Write a chunk table, or begin to; return the reference to it."""
+    data = table.encode()
+    place.write(key, data)
+    return TableReference.of(key, data, len(data) - table.body_bytes)
 
 
 def is_by_host(attempt: Store) -> bool:
@@ -299,7 +376,7 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
         documents: array path → its `zarr.json`; the groups' documents are made here.
     """
     *members, (root, consolidated) = plain_documents(documents).items()
-    with Uploads(attempt) as uploads:
+    with attempt.uploads() as uploads:
         for key, data in members:
             uploads.write(key, data)
     attempt.write(root, consolidated)
@@ -352,33 +429,6 @@ def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
     for version in older:
         for _ in _entries(attempt, version.node, b"", seen, 0):
             pass
-
-
-def stock_spec(
-    location: Location, attempt: str, array_path: str, layout: str = "packed"
-) -> dict[str, Any]:
-    """The spec with which stock TensorStore opens an array; a missing chunk is an error.
-
-    Raises:
-        StorageError: TensorStore has no driver for the place.
-    """
-    place = location.join(attempt)
-    strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
-    if layout == "packed":
-        return {
-            "driver": "zarr3",
-            "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"},
-            **strict,
-        }
-    return {"driver": "zarr3", "kvstore": place.join(plain_key(array_path)).kvstore(), **strict}
-
-
-def stock_url(location: Location, attempt: str, array_path: str, layout: str = "packed") -> str:
-    """The url with which stock TensorStore opens an array, for people to paste."""
-    place = location.join(attempt)
-    if layout == "packed":
-        return f"{place.url}/|ocdbt:|zarr3:{quote(array_path)}/"
-    return f"{place.join(plain_key(array_path)).url}/|zarr3:"
 
 
 def _database(place: Store) -> Any:

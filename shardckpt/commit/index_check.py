@@ -7,6 +7,7 @@ stock readers.
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -113,15 +114,22 @@ class IndexCheck:
 
     def plain(self) -> Iterator[Fault]:
         """Faults of the zarr.json documents of the plain layout."""
-        for key, document in index.plain_documents(
-            {path: json.loads(self._document(path)) for path in self._pieces}
-        ).items():
-            try:
-                if not _same_json(self._attempt.read(key), document):
-                    yield key, "the zarr document differs from the saved one"
-            except ShardckptError as e:
-                raise_unless_damage(e, self._attempt.read_versioned)
-                yield key, str(e)
+        documents = {path: json.loads(self._document(path)) for path in self._pieces}
+        looks = [
+            partial(self._plain_fault, key, document)
+            for key, document in index.plain_documents(documents).items()
+        ]
+        yield from filter(None, self._attempt.read_together(looks))
+
+    def _plain_fault(self, key: str, document: bytes) -> Fault | None:
+        """The fault of a document that should have these contents."""
+        try:
+            if _same_json(self._attempt.read(key), document):
+                return None
+        except ShardckptError as e:
+            raise_unless_damage(e, self._attempt.read_versioned)
+            return key, str(e)
+        return key, "the zarr document differs from the saved one"
 
     def _database(
         self, lane: str, others: dict[str, str | tuple[int, int]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.errors import StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -108,3 +109,23 @@ class Capabilities:
 
     def make_parents(self, key: str) -> None:
         """On disk: create the parent directories of a key, durably. Object stores have none."""
+
+    def copies_from(self, source: Any) -> bool:
+        """Whether the storage itself copies objects from another place here (`copy_from`)."""
+        del source
+        return False
+
+    def copy_from(self, source: Any, keys: Iterable[tuple[str, str]]) -> None:
+        """Copy objects from another place, within the storage, and replace existing ones.
+
+        All are durable when this returns.
+
+        Args:
+            source: a place for which `copies_from` says yes.
+            keys: old key there, and new key here.
+
+        Raises:
+            NotImplementedError: the service cannot copy.
+            StorageError: an object is missing, or the storage failed.
+        """
+        raise NotImplementedError(f"{self}: the storage cannot copy objects from {source}")

@@ -1,16 +1,23 @@
-"""A request to an object store on another thread, such as an upload, which can be given up."""
+"""Requests to an object store on other threads: an upload, and several small requests at once.
+
+Each of these would otherwise wait for a round trip. An upload can be given up.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shardckpt.io.buckets.retry import Retry, Signal
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.threads import AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+    from typing import Self
 
 R = TypeVar("R")
 
@@ -18,7 +25,7 @@ _MOMENT = 1.0
 """Seconds that a given-up request may go on before nobody waits for it any more."""
 
 
-class BackgroundCall(Generic[R]):
+class _Call(Generic[R]):
     """A call on a thread of its own.
 
     The thread is a daemon: one that hangs in the network keeps nobody waiting.
@@ -72,7 +79,7 @@ class Upload:
         """
         self._place = place
         self._retry = Retry()
-        self._call = BackgroundCall(partial(write, self._retry), background=background)
+        self._call = _Call(partial(write, self._retry), background=background)
 
     def wait(self) -> None:
         """Wait until the object is durable.
@@ -99,3 +106,73 @@ class Upload:
         The object that the request makes can then be deleted.
         """
         self._call.join(_MOMENT)
+
+
+class ObjectWriter(Protocol):
+    """Writes small objects: a store, or `Uploads` to one."""
+
+    def write(self, key: str, data: Any) -> None:
+        """Write an object, or begin to, and overwrite any object there."""
+        ...
+
+
+class Uploads:
+    """Writes small objects, some at a time; a context.
+
+    At its end all objects are durable. An error gives up what is left.
+    """
+
+    def __init__(self, begin: Callable[[str, Any], Upload]) -> None:
+        """`begin` begins to write an object, given its key and its bytes."""
+        self._begin = begin
+        self._under_way: deque[Upload] = deque()
+
+    def write(self, key: str, data: Any) -> None:
+        """Begin to write an object, and overwrite any object there.
+
+        The buffer must stay as it is until the context ends.
+
+        Raises:
+            StorageError: an earlier one could not be written.
+        """
+        while len(self._under_way) >= AT_ONCE:
+            self._settle_one()
+        self._under_way.append(self._begin(key, data))
+
+    def _settle_one(self) -> None:
+        self._under_way[0].wait()  # after Ctrl-C here, it is given up, too
+        self._under_way.popleft()
+
+    def __enter__(self) -> Self:
+        """These uploads."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for all, or give all up."""
+        try:
+            while error is None and self._under_way:
+                self._settle_one()
+        finally:
+            for upload in self._under_way:
+                upload.abandon()
+            for upload in self._under_way:
+                upload.let_go()
+
+
+def read_together(reads: Sequence[Callable[[], R]]) -> list[R]:
+    """The results of small independent reads, in order; some are made at a time.
+
+    The first error, and Ctrl-C, are raised while other reads may go on; so none may write into
+    memory of the caller.
+    """
+    results: list[R] = []
+    for first in range(0, len(reads), AT_ONCE):
+        own, *others = reads[first : first + AT_ONCE]
+        calls = [_Call(read, background=True) for read in others]
+        results += [own(), *(call.result() for call in calls)]
+    return results

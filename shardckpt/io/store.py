@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,15 +33,17 @@ from shardckpt.errors import CorruptionError, MissingDataError
 from shardckpt.format.documents import check_key
 from shardckpt.io.capabilities import Capabilities
 from shardckpt.io.failures import begin_use, storage_errors
-from shardckpt.io.requests import Upload
+from shardckpt.io.requests import Upload, Uploads, read_together
 from shardckpt.io.url import Location, parse, store_class
 
 if TYPE_CHECKING:
     import builtins
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from shardckpt.io.buckets.retry import Retry
+    from shardckpt.io.requests import ObjectWriter
 
 
 T = TypeVar("T")
@@ -293,6 +295,20 @@ class Store(Capabilities, ABC):
             background=self.uploads_on_threads,
         )
 
+    def uploads(self) -> AbstractContextManager[ObjectWriter]:
+        """A context whose `write` begins to write a small object; at its end all are durable.
+
+        An error gives up what is left.
+        """
+        return Uploads(self.upload) if self.uploads_on_threads else nullcontext(self)
+
+    def read_together(self, reads: Sequence[Callable[[], T]]) -> builtins.list[T]:
+        """The results of small independent reads, in order; some at a time unless they are `near`.
+
+        None may write into memory of the caller, as it may go on after an error of another one.
+        """
+        return [read() for read in reads] if self.near else read_together(reads)
+
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
         check_key(key, self)
@@ -369,26 +385,6 @@ class Store(Capabilities, ABC):
         """
         with storage_errors("list", self.path_of(prefix)):
             yield from self._times(prefix)
-
-    def copies_from(self, source: Store) -> bool:
-        """Whether the storage itself copies objects from another place here (`copy_from`)."""
-        del source
-        return False
-
-    def copy_from(self, source: Store, keys: Iterable[tuple[str, str]]) -> None:
-        """Copy objects from another place, within the storage, and replace existing ones.
-
-        All are durable when this returns.
-
-        Args:
-            source: a place for which `copies_from` says yes.
-            keys: old key there, and new key here.
-
-        Raises:
-            NotImplementedError: the service cannot copy.
-            StorageError: an object is missing, or the storage failed.
-        """
-        raise NotImplementedError(f"{self}: the storage cannot copy objects from {source}")
 
     def _missing(self, key: str) -> MissingDataError:
         return MissingDataError(f"{self.path_of(key)} is missing; put it back from a backup.")

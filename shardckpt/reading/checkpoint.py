@@ -12,7 +12,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from shardckpt.commit import index
+from shardckpt.commit import stock
 from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD
@@ -389,11 +389,11 @@ class Checkpoint:
             StorageError: TensorStore has no driver for the storage.
             FormatError: the chunks are differences from those of another checkpoint.
         """
-        return index.stock_spec(*self._stock_array(name))
+        return stock.stock_spec(*self._stock_array(name))
 
     def stock_url(self, name: str) -> str:
         """The url with which TensorStore alone opens a tensor (its first piece)."""
-        return index.stock_url(*self._stock_array(name))
+        return stock.stock_url(*self._stock_array(name))
 
     def has_stock_reader(self, name: str) -> bool:
         """Whether TensorStore alone can open a tensor.

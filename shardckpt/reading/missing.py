@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import islice
+from functools import partial
+from itertools import compress, islice
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,8 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
         key=lambda child: (step_of(child) is not None, naming.natural_key(child)),
         reverse=True,
     )[:_MOST_LOOKS]
-    inside = next((child for child in latest if store.exists(f"{child}/{RECORD}")), None)
+    looks = [partial(store.exists, f"{child}/{RECORD}") for child in latest]
+    inside = next(compress(latest, store.read_together(looks)), None)
     if inside is not None:
         return NotFoundError(f"{store}: no checkpoint there; did you mean {store.sub(inside)}?")
     if other := other_format(names):

@@ -52,7 +52,7 @@ from shardckpt.reshard.reuse_method import reuse_method
 from shardckpt.streaming.memory import readers
 from shardckpt.streaming.source import OpenSource, open_source
 from shardckpt.text import Message, named
-from shardckpt.writing.host_record import describe
+from shardckpt.writing.host import describe
 
 if TYPE_CHECKING:
     from shardckpt.commit.publish import Prior

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.merged import write_table
+from shardckpt.commit.index import write_table
 from shardckpt.commit.table_reading import read_host_files, read_table
 from shardckpt.errors import (
     CorruptionError,
@@ -44,7 +44,7 @@ from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
 from shardckpt.io.status import is_file
-from shardckpt.writing.host_record import write_record
+from shardckpt.writing.host import write_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

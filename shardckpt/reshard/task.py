@@ -30,8 +30,7 @@ from shardckpt.frameworks.per_process import values_file
 from shardckpt.reshard.job import OpenJob
 from shardckpt.streaming.assemble import assemble_chunks
 from shardckpt.streaming.batches import BatchMemory
-from shardckpt.writing.host import HostWriter
-from shardckpt.writing.host_record import write_record
+from shardckpt.writing.host import HostWriter, write_record
 
 if TYPE_CHECKING:
     from shardckpt.io.store import Store

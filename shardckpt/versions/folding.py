@@ -30,8 +30,8 @@ import numpy as np
 from shardckpt.commit.assemble import assemble, read_host_record
 from shardckpt.commit.attempts import folded_name, step_of
 from shardckpt.commit.base_places import base_url, chain_places, has_array
+from shardckpt.commit.index import write_table
 from shardckpt.commit.markers import is_superseded
-from shardckpt.commit.merged import write_table
 from shardckpt.commit.publish import (
     Prior,
     is_published,
@@ -61,7 +61,7 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.reader import open_reader
 from shardckpt.runs.steps import list_steps
 from shardckpt.versions.cache import Needed, path_from, read_chunks
-from shardckpt.writing.host_record import describe, write_record
+from shardckpt.writing.host import describe, write_record
 from shardckpt.writing.packed import PackedWriter
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Elements of many chunks are encoded at a time:
 
-1. Blocks are processed some MiB at a time (`host.Portion`): a part of a large tensor, or many small
+1. Blocks are processed some MiB at a time (`Portion`): a part of a large tensor, or many small
    tensors.
 2. The blocks of a portion with the same shape and chunk shape are laid out together, also across
    tensors, in reused memory, one after another as they will lie in the file. Each block is one
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -38,15 +38,18 @@ from shardckpt.io import extension
 from shardckpt.io.buffers import round_up
 from shardckpt.io.datafile import BlocksOut
 from shardckpt.layout.dtypes import with_plain_bools
+from shardckpt.plan.blocks import parts_of
+from shardckpt.plan.pieces import padded_size
 from shardckpt.writing.packed import PackedWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.fingerprint import StateSums
     from shardckpt.layout.box import Box
+    from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
     from shardckpt.writing.kept import Chunks, KeptChunks
     from shardckpt.writing.plain import PlainWriter
@@ -267,3 +270,44 @@ def merge_written(parts: Sequence[Written]) -> Written:
     ]
     path, chunk = np.concatenate(numbers), np.concatenate([part.chunk for part in parts])
     return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]))
+
+
+_LEAST_BYTES = 1 << 10
+"""Least bytes that a block counts for: its key, and the Python objects for it."""
+
+
+class Portion(NamedTuple):
+    """Blocks that one thread writes at a time."""
+
+    blocks: list[Elements]
+    written: Callable[[], None]
+    """Called after these blocks are written."""
+    summed: bool = False
+    """Whether the sums of these blocks were given to `HostWriter.add_sums`."""
+
+
+def bytes_of_chunks(block: Elements) -> int:
+    """Bytes of a block's chunks with their padding.
+
+    A host may have the edges of a thousand tensors, which are mostly padding.
+    """
+    piece, _, elements = block
+    nbytes = (
+        elements.nbytes
+        if elements.shape == piece.chunks
+        else padded_size(elements.shape, piece.chunks) * elements.itemsize
+    )
+    return max(nbytes, _LEAST_BYTES)
+
+
+def cut_elements(blocks: Iterable[tuple[Block, Array]], most: int) -> Iterator[Elements]:
+    """The parts of blocks, see `plan.blocks.parts_of`: the array, the box, and the elements.
+
+    Those of small blocks are not indexed.
+    """
+    for block, elements in blocks:
+        if block.padded_bytes <= most:
+            yield block.piece, block.box, elements
+        else:
+            for box, index in parts_of(block, most):
+                yield block.piece, box, elements[index]

@@ -9,13 +9,15 @@ tensors (`encoder`).
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.index import TREE
-from shardckpt.commit.merged import check_merged, write_merged, write_table
+from shardckpt.commit.index import TREE, check_merged, write_merged, write_table
+from shardckpt.errors import ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.merging import merge_structures
@@ -23,12 +25,10 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io import extension
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.threads import run_on_threads
-from shardckpt.io.together import Uploads, read_together
-from shardckpt.plan.blocks import parts_of
-from shardckpt.plan.pieces import batches, padded_size
-from shardckpt.writing.encoder import Encoder, merge_written
-from shardckpt.writing.host_record import describe, write_record
+from shardckpt.plan.pieces import batches
+from shardckpt.writing.encoder import Encoder, Portion, bytes_of_chunks, cut_elements, merge_written
 from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
@@ -42,12 +42,75 @@ if TYPE_CHECKING:
     from shardckpt.format.record import Contents
     from shardckpt.format.replicas import Checksums
     from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.io.requests import ObjectWriter
     from shardckpt.io.store import Store
     from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
     from shardckpt.writing.encoder import Array, Elements
     from shardckpt.writing.kept import KeptChunks
     from shardckpt.writing.packed import Extents
+
+
+def describe(
+    place: Store,
+    contents: Contents,
+    key: str | None = None,
+    *,
+    always: bool = False,
+    uploads: ObjectWriter | None = None,
+) -> FileReference:
+    """Write a host's contents into the attempt at `place`, unless they are there already.
+
+    A host with the same contents may have written them. With `always` they are written in any case,
+    with `uploads` among these.
+    """
+    reference, data = contents.seal(key)
+    if always or not place.exists(reference.key):
+        (uploads or place).write(reference.key, data)
+    return reference
+
+
+def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bool:
+    """Write a host's record, after everything that it refers to is durable.
+
+    On a disk, a file may be visible although making it durable failed. Such a record is removed, or
+    else emptied, so that nobody commits what it refers to.
+
+    Args:
+        place: the attempt.
+        record: the host's record.
+        first: write it only if there is none yet.
+
+    Returns:
+        Whether the record there is this one.
+    """
+    data = seal(record.to_json(), record.version)
+    try:
+        if first:
+            return place.create(record.key, data)
+        place.write(record.key, data)
+    except BaseException:
+        _take_back(place, record.key, data)
+        raise
+    return True
+
+
+def _take_back(place: Store, key: str, data: bytes) -> None:
+    """Remove a record from a disk, or empty it where nothing can be removed.
+
+    If the record is durable, a crash may bring it back.
+    """
+    if (path := place.local_path(key)) is None:
+        return
+    with suppress(ShardckptError):
+        there, generation = place.read_versioned(key)
+        if there != data:
+            return
+        try:
+            place.remove(key, generation)
+        except ShardckptError:
+            with storage_errors("empty", path):
+                os.truncate(path, 0)
 
 
 class HostWriter:
@@ -188,7 +251,7 @@ class HostWriter:
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
 
         def weight(block: Elements) -> tuple[int]:
-            nbytes = _bytes_of_chunks(block)
+            nbytes = bytes_of_chunks(block)
             piece, _, elements = block
             if len(piece.shape) > extension.MOST_DIMS or elements.itemsize not in extension.KINDS:
                 nbytes = nbytes * most // at_a_time  # numpy lays it out, in memory
@@ -219,7 +282,7 @@ class HostWriter:
                 (known if key in self._summed else others).append(pair)
             groups = {False: others, True: known}
         for summed, group in groups.items():
-            parts = _cut_elements(group, at_a_time)
+            parts = cut_elements(group, at_a_time)
             yield from self.portions(parts, at_a_time, nbytes, written, summed=summed)
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
@@ -230,7 +293,7 @@ class HostWriter:
         self._encoders[0].append_laid_out(chunks)
 
     def describe(
-        self, contents: Contents, *, hosts: int, uploads: Uploads | None = None
+        self, contents: Contents, *, hosts: int, uploads: ObjectWriter | None = None
     ) -> FileReference:
         """Write the host's contents once; see the function `describe`.
 
@@ -307,7 +370,7 @@ class HostWriter:
         extents = packed.end() if packed else self._writer.finish()
         table = self._table_of(extents, packed=packed is not None)
         checks: list[Callable[[], object]] = []
-        with Uploads(self._place) as uploads:
+        with self._place.uploads() as uploads:
             files = HostFiles(
                 contents=describe(uploads=uploads),
                 table=write_table(uploads, f"{self.folder}/table", table),
@@ -321,7 +384,7 @@ class HostWriter:
                 checks = self._write_lanes(uploads, packed.lanes_of(extents), table, all_of)
             if packed is not None:
                 packed.wait()
-        read_together(self._place, checks)
+        self._place.read_together(checks)
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -359,7 +422,7 @@ class HostWriter:
         )
 
     def _write_lanes(
-        self, uploads: Uploads, lanes: Iterator[Lane], table: Table, all_of: Structure | None
+        self, uploads: ObjectWriter, lanes: Iterator[Lane], table: Table, all_of: Structure | None
     ) -> list[Callable[[], object]]:
         """Begin to write the host's own databases, and write the merged one; see `complete`.
 
@@ -381,7 +444,7 @@ class HostWriter:
                     checks.append(partial(check_merged, self._place, merged))
         return checks
 
-    def _write_sums(self, uploads: Uploads) -> FileReference | None:
+    def _write_sums(self, uploads: ObjectWriter) -> FileReference | None:
         """Begin to write what the chunks of all encoders add to the tensors' sums."""
         if self._sums is None:
             return None
@@ -391,11 +454,11 @@ class HostWriter:
         data = seal({"sums": self._sums.to_json(zeros=False)})
         return self._write_own(uploads, "sums.json", data)
 
-    def _write_replicas(self, uploads: Uploads, checksums: Checksums) -> ReplicasReference:
+    def _write_replicas(self, uploads: ObjectWriter, checksums: Checksums) -> ReplicasReference:
         digests, data = seal_checksums(checksums)
         return ReplicasReference(self._write_own(uploads, "replicas.json", data), digests)
 
-    def _write_own(self, uploads: Uploads, name: str, data: bytes) -> FileReference:
+    def _write_own(self, uploads: ObjectWriter, name: str, data: bytes) -> FileReference:
         """Begin to write a file of this host's own."""
         key = f"{self.folder}/{name}"
         uploads.write(key, data)
@@ -408,44 +471,3 @@ class HostWriter:
         """
         if not self.vouches:
             self._writer.abort()
-
-
-_LEAST_BYTES = 1 << 10
-"""Least bytes that a block counts for: its key, and the Python objects for it."""
-
-
-class Portion(NamedTuple):
-    """Blocks that one thread writes at a time."""
-
-    blocks: list[Elements]
-    written: Callable[[], None]
-    """Called after these blocks are written."""
-    summed: bool = False
-    """Whether the sums of these blocks were given to `HostWriter.add_sums`."""
-
-
-def _bytes_of_chunks(block: Elements) -> int:
-    """Bytes of a block's chunks with their padding.
-
-    A host may have the edges of a thousand tensors, which are mostly padding.
-    """
-    piece, _, elements = block
-    nbytes = (
-        elements.nbytes
-        if elements.shape == piece.chunks
-        else padded_size(elements.shape, piece.chunks) * elements.itemsize
-    )
-    return max(nbytes, _LEAST_BYTES)
-
-
-def _cut_elements(blocks: Iterable[tuple[Block, Array]], most: int) -> Iterator[Elements]:
-    """The parts of blocks, see `plan.blocks.parts_of`: the array, the box, and the elements.
-
-    Those of small blocks are not indexed.
-    """
-    for block, elements in blocks:
-        if block.padded_bytes <= most:
-            yield block.piece, block.box, elements
-        else:
-            for box, index in parts_of(block, most):
-                yield block.piece, box, elements[index]

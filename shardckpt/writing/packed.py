@@ -41,7 +41,6 @@ from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
 from shardckpt.io.store import Store, byte_view
 from shardckpt.io.threads import PoolCall, map_on_threads
-from shardckpt.io.together import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -260,7 +259,7 @@ class PackedWriter:
         self._failed = True  # until this call succeeds
         self.wait()
         for lane in self.lanes_of(extents):
-            with Uploads(self._store) as uploads:
+            with self._store.uploads() as uploads:
                 for key, data in lane.objects().items():
                     uploads.write(key, data)
             lane.check(self._store)

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
-    from shardckpt.writing.host import HostWriter, Portion
+    from shardckpt.writing.encoder import Portion
+    from shardckpt.writing.host import HostWriter
     from shardckpt.writing.state_share import BlockElements
 
     Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | int | None

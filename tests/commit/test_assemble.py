@@ -18,7 +18,7 @@ from processes import Processes
 import shardckpt
 from shardckpt.commit import index
 from shardckpt.commit.assemble import assemble, finished_hosts
-from shardckpt.commit.merged import write_table
+from shardckpt.commit.index import write_table
 from shardckpt.commit.publish import publish, published_attempt, read_prior
 from shardckpt.commit.waiting import pause, wait_for_hosts
 from shardckpt.errors import CommitError, FormatError, MissingDataError

@@ -16,11 +16,10 @@ import zarr
 from shardckpt.commit.index import (
     Chunks,
     index_values,
-    stock_spec,
-    stock_url,
     write_index,
     write_plain_documents,
 )
+from shardckpt.commit.stock import stock_spec, stock_url
 from shardckpt.errors import CommitError, MissingDataError
 from shardckpt.format.zarr_arrays import array_json, chunk_key, encode_document
 from shardckpt.io import ocdbt

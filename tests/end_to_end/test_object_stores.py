@@ -7,6 +7,7 @@ import uuid
 
 import numpy as np
 import pytest
+import zarr
 from emulators import environment
 from fault_proxy import FaultProxy
 from fault_rules import Rule
@@ -174,6 +175,29 @@ def test_a_save_sends_requests_at_once_that_need_not_wait_for_each_other(cloud, 
         exchanges = cloud.proxy.traffic.exchanges()
     assert max(exchange.round for exchange in exchanges) <= 11 < len(exchanges)
     assert shardckpt.restore(url)["w11"][0] == 11
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["verify", "foreign"])
+def test_documents_of_many_arrays_are_read_at_once(cloud, tmp_path, what):
+    url, state = cloud.place(), {f"w{i}": np.full(10, i, np.float32) for i in range(40)}
+    if what == "verify":
+        shardckpt.save(url, state, options=SaveOptions(layout="zarr"))
+    else:  # nothing is consolidated
+        group = zarr.open_group(tmp_path, mode="w", zarr_format=3)
+        for name, array in state.items():
+            group.create_array(name, data=array)
+        for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+            Store.open(url).write(str(path.relative_to(tmp_path)), path.read_bytes())
+    with cloud.proxy.rules.during(Rule("latency", seconds=0.2, times=None)):
+        cloud.proxy.traffic.reset()
+        opened = shardckpt.open(url)
+        assert (
+            opened.verify().ok if what == "verify" else len(opened.record.structure.tensors) == 40
+        )
+        exchanges = cloud.proxy.traffic.exchanges()
+    assert max(exchange.round for exchange in exchanges) < 40
+    assert len(exchanges) > 80
 
 
 @pytest.mark.long

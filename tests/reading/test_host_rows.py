@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box
-from shardckpt.commit.merged import write_table
+from shardckpt.commit.index import write_table
 from shardckpt.commit.table_reading import merge_tables
 from shardckpt.errors import StorageError
 from shardckpt.format import table as table_format

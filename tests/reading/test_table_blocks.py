@@ -12,7 +12,7 @@ import pytest
 
 import shardckpt
 from shardckpt import Box, errors
-from shardckpt.commit.merged import write_table
+from shardckpt.commit.index import write_table
 from shardckpt.format import table as table_format
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord

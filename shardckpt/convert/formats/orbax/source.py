@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import identity_below
@@ -70,10 +71,9 @@ def looks_like(candidate: Candidate) -> str | None:
     if _steps(place, names):
         return "steps of an Orbax CheckpointManager"
     below = [name for name in names if name.endswith("/")][:_MOST_ITEMS]
-    items = (
-        name for name in below if place.exists(name + METADATA) and not place.exists(name + STEP)
-    )
-    item = next(items, None)
+    looks = [partial(place.exists, name + METADATA) for name in below]
+    items = compress(below, place.read_together(looks))
+    item = next((name for name in items if not place.exists(name + STEP)), None)
     return None if item is None else f"an Orbax checkpoint, by {item}{METADATA}"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_below, identity_of
@@ -40,6 +41,8 @@ _V3, _GROUP, _ARRAY, _ATTRIBUTES, _CONSOLIDATED = (
     ".zmetadata",
 )
 _SIGNS = (_V3, _GROUP, _ARRAY)
+_AT_ONCE = 64
+"""Directories that are looked into before what they hold is counted."""
 _LARGEST_DOCUMENT = 100_000_000
 _MOST_MEMBERS = 100_000
 """Most groups and arrays that are looked for, so that links in a circle end."""
@@ -88,18 +91,26 @@ class _Members:
             return
         groups = [""]
         while groups:
-            group = groups.pop()
-            names = self.place.list_children(f"{group}/" if group else "")
-            for name in (name.removesuffix("/") for name in names if name.endswith("/")):
-                path = f"{group}/{name}" if group else name
-                key = next(
-                    (f"{path}/{sign}" for sign in _SIGNS if self.place.exists(f"{path}/{sign}")),
-                    None,
-                )
-                if key is not None and self.add(
-                    path, self.document(key), self.place.path_of(key), 3 if key.endswith(_V3) else 2
-                ):
-                    groups.append(path)
+            groups += self._inside(groups.pop())
+
+    def _inside(self, group: str) -> list[str]:
+        """Add all arrays of a group that nothing lists; return the groups in it."""
+        names = self.place.list_children(f"{group}/" if group else "")
+        above = f"{group}/" if group else ""
+        paths = [f"{above}{name[:-1]}" for name in names if name.endswith("/")]
+        groups: list[str] = []
+        for first in range(0, len(paths), _AT_ONCE):
+            looks = [partial(self._member, path) for path in paths[first : first + _AT_ONCE]]
+            members = self.place.read_together(looks)
+            groups += [one[0] for one in members if one is not None and self.add(*one)]
+        return groups
+
+    def _member(self, path: str) -> tuple[str, dict[str, Any], str, int] | None:
+        """The arguments of `add` for a group or array; None: the directory is neither."""
+        for sign in _SIGNS:
+            if self.place.exists(key := f"{path}/{sign}"):
+                return path, self.document(key), self.place.path_of(key), 3 if sign == _V3 else 2
+        return None
 
     def versions(self) -> dict[str, FileVersion]:
         """The file with the metadata of each array, by path; MissingDataError if one is missing.
