@@ -12,6 +12,7 @@ detected here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.files.file_version import identity_of
@@ -87,8 +88,10 @@ def _steps(location: Location, names: Sequence[str]) -> list[int]:
         for name in names
         if name.endswith("/") and name[:-1].isdecimal() and name.isascii()
     )
+    looks = [partial(children, location.join(str(step))) for step in steps]
+    inside = Store.open(location).read_together(looks)
     return [
         step
-        for step in steps
-        if {METADATA, WRITTEN_LAST} <= set(children(location.join(str(step))))
+        for step, there in zip(steps, inside, strict=True)
+        if {METADATA, WRITTEN_LAST} <= set(there)
     ]
