@@ -170,7 +170,7 @@ def test_a_save_sends_requests_at_once_that_need_not_wait_for_each_other(cloud, 
     root's document last.)"""
     url, state = cloud.place(), {f"w{i}": np.full(1000, i, np.float32) for i in range(12)}
     shardckpt.save(cloud.place(), state)  # the first save of a process looks at more of the index
-    with cloud.proxy.rules.during(Rule("latency", seconds=0.2, times=None)):
+    with cloud.proxy.rules.during(Rule("latency", seconds=0.1, times=None)):
         cloud.proxy.traffic.reset()
         shardckpt.save(url, state, options=SaveOptions(layout=layout))
         exchanges = cloud.proxy.traffic.exchanges()
@@ -190,7 +190,7 @@ def test_documents_of_many_arrays_are_read_at_once(cloud, tmp_path, what):
             group.create_array(name, data=array)
         for path in (path for path in tmp_path.rglob("*") if path.is_file()):
             Store.open(url).write(str(path.relative_to(tmp_path)), path.read_bytes())
-    with cloud.proxy.rules.during(Rule("latency", seconds=0.2, times=None)):
+    with cloud.proxy.rules.during(Rule("latency", seconds=0.1, times=None)):
         cloud.proxy.traffic.reset()
         opened = shardckpt.open(url)
         assert (
