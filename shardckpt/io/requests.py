@@ -6,6 +6,7 @@ Each of these would otherwise wait for a round trip. An upload can be given up.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -100,12 +101,12 @@ class Upload:
             self._retry.give_up()
             self._call.ended.set()
 
-    def let_go(self) -> None:
+    def let_go(self, seconds: float = _MOMENT) -> None:
         """After `abandon`: wait a moment for a request in progress.
 
         The object that the request makes can then be deleted.
         """
-        self._call.join(_MOMENT)
+        self._call.join(seconds)
 
 
 class ObjectWriter(Protocol):
@@ -160,8 +161,9 @@ class Uploads:
         finally:
             for upload in self._under_way:
                 upload.abandon()
+            until = time.monotonic() + _MOMENT
             for upload in self._under_way:
-                upload.let_go()
+                upload.let_go(max(0.0, until - time.monotonic()))
 
 
 def read_together(reads: Sequence[Callable[[], R]]) -> list[R]:

@@ -372,12 +372,12 @@ class HostWriter:
         checks: list[Callable[[], object]] = []
         with self._place.uploads() as uploads:
             files = HostFiles(
-                contents=describe(uploads=uploads),
                 table=write_table(uploads, f"{self.folder}/table", table),
                 lanes=() if packed is None else tuple(packed.lanes),
                 values=None if values is None else self._write_own(uploads, "values.json", values),
                 sums=self._write_sums(uploads),
                 replicas=None if not replicas else self._write_replicas(uploads, replicas),
+                contents=describe(uploads=uploads),
             )
             # zarr has no codec for these, and would show them for weights.
             if packed is not None and self._compression != "difference":
