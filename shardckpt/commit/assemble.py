@@ -176,7 +176,9 @@ def _assemble(
             replace(first.files.table, key=TABLE) if by_host else write_table(uploads, TABLE, table)
         )
         table_of_small = write_table(uploads, SMALL_TABLE, *small_tables) if small else None
-        fingerprint = write_fingerprint(place, hosts, contents) if first.fingerprint else None
+        fingerprint = (
+            write_fingerprint(place, hosts, contents, uploads) if first.fingerprint else None
+        )
         if packed and small:
             uploads.write(SMALL, data)
         if indexed and not by_host:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.format.record import CheckpointRecord, Contents, HostRecord
+    from shardckpt.io.requests import ObjectWriter
     from shardckpt.io.store import Store
 
 FINGERPRINT = "fingerprint.json"
@@ -23,7 +24,7 @@ FINGERPRINT = "fingerprint.json"
 
 
 def write_fingerprint(
-    place: Store, hosts: Sequence[HostRecord], contents: Contents
+    place: Store, hosts: Sequence[HostRecord], contents: Contents, to: ObjectWriter
 ) -> FileReference:
     """Write the fingerprint of the tensors that are not in a base.
 
@@ -31,6 +32,7 @@ def write_fingerprint(
         place: the attempt.
         hosts: all host records; each refers to its part of the sums.
         contents: the union of the hosts' contents.
+        to: the attempt, or uploads to it.
 
     Raises:
         FormatError, StructureMismatchError: a host's sums are damaged.
@@ -55,7 +57,7 @@ def write_fingerprint(
         if tensors[name].base is None
     }
     data = seal({"tensors": own})
-    place.write(FINGERPRINT, data)
+    to.write(FINGERPRINT, data)
     return FileReference.of(FINGERPRINT, data)
 
 

@@ -1,4 +1,7 @@
-"""Metadata for all other zarr readers, built after all hosts have written.
+"""Metadata for all other zarr readers, and the table of all chunks, which is written before it.
+
+The committer builds them after all hosts have written, or a lone host before its record
+(`write_merged`).
 
 Packed layout: one OCDBT database over the complete attempt (`write_index`), which refers to the
 hosts' data files. Before that, each host has written databases of its own over its data files, its
@@ -7,8 +10,8 @@ its inode number, and never end where that changes with each look (as on some mo
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
 
-`stock` says how stock TensorStore opens an array of either layout. Our own readers use the chunk
-tables and none of this.
+`stock` says how stock TensorStore opens an array of either layout. Our own readers use chunk tables
+and no index.
 """
 
 from __future__ import annotations
@@ -235,12 +238,13 @@ def write_merged(
     return merged
 
 
-def check_merged(place: Store, merged: MergedIndex) -> None:
-    """Check what `write_merged` has written; if that fails, the manifest is deleted as there."""
+def is_whole(place: Store, merged: MergedIndex) -> bool:
+    """Whether what `write_merged` has written can be read; if not, the manifest must go."""
     try:
         merged.check(place)
     except Exception:  # noqa: BLE001  (as above)
-        place.delete(MANIFEST)
+        return False
+    return True
 
 
 def places_in_files(table: Table, structure: Structure) -> Chunks:
@@ -267,9 +271,11 @@ def is_by_host(attempt: Store) -> bool:
 
     In this case the index's nodes are in the host's own folder, and as durable as its record.
     """
+    manifest, _ = attempt.read_versioned(MANIFEST)
+    if manifest is None:
+        return False
     try:
-        manifest, _ = attempt.read_versioned(MANIFEST)
-        root = None if manifest is None else _versions(attempt, manifest)[-1].node
+        root = _versions(attempt, manifest)[-1].node
     except StorageError:  # damaged, or not by us: it is written anew
         return False
     return root is not None and root[0].startswith("hosts/")
@@ -308,6 +314,13 @@ class Lane(NamedTuple):
             f"{self.name}/{TREE}": leaf,
             f"{self.name}/{MANIFEST}": ocdbt.manifest(TREE, len(leaf), len(self.keys), nbytes),
         }
+
+    def write(self, attempt: Store) -> None:
+        """Write it, and `check` it."""
+        with attempt.uploads() as uploads:
+            for key, data in self.objects().items():
+                uploads.write(key, data)
+        self.check(attempt)
 
     def check(self, attempt: Store) -> None:
         """Check that TensorStore finds every chunk.

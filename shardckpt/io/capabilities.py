@@ -15,7 +15,8 @@ class Capabilities:
     """The capabilities of a kind of storage.
 
     They are class attributes and cost no request. Other packages ask for a capability, and never
-    for the kind itself. What only disks have to do is a method that does nothing elsewhere.
+    for the kind itself. What only disks have to do is a method that does nothing elsewhere; what
+    only buckets can do (`copy_from`) is refused elsewhere.
     """
 
     __slots__ = ()

@@ -35,36 +35,40 @@ class _Call(Generic[R]):
     def __init__(self, work: Callable[[], R], *, background: bool) -> None:
         """Begin; unless it is for the `background`, the call is made here and now."""
         self.ended = Signal()
-        self._work = work
         self._results: list[R] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
-            self._thread = threading.Thread(target=self._run, name="shardckpt-request", daemon=True)
+            run = partial(self._run, work)
+            self._thread = threading.Thread(target=run, name="shardckpt-request", daemon=True)
             self._thread.start()
         else:
-            self._run()
+            self._run(work)
 
     def result(self) -> R:
         """Wait for the end, and return or raise what the call did."""
         if not self.ended.is_set:
             self.ended.wait()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._results[0]
+        finally:
+            del self  # a reference cycle would keep an error, and its frames' memory
 
     def join(self, seconds: float) -> None:
         """Wait for the thread, if there is one."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], R]) -> None:
         try:
-            self._results.append(self._work())
+            self._results.append(work())
         except BaseException as e:  # noqa: BLE001  (`result` raises it)
             self._error = e
         finally:
             self.ended.set()
+            del self  # as above
 
 
 class Upload:
@@ -80,6 +84,7 @@ class Upload:
         """
         self._place = place
         self._retry = Retry()
+        self._let_go_at = 0.0
         self._call = _Call(partial(write, self._retry), background=background)
 
     def wait(self) -> None:
@@ -98,15 +103,17 @@ class Upload:
     def abandon(self) -> None:
         """Give up the upload if it has not ended; the object may or may not exist afterwards."""
         if not self._call.ended.is_set:
+            self._let_go_at = time.monotonic() + _MOMENT
             self._retry.give_up()
             self._call.ended.set()
 
-    def let_go(self, seconds: float = _MOMENT) -> None:
-        """After `abandon`: wait a moment for a request in progress.
+    def let_go(self) -> None:
+        """After `abandon`: until a moment after that, wait for a request in progress.
 
-        The object that the request makes can then be deleted.
+        The object that the request makes can then be deleted. Give up several uploads before you
+        let go the first: then they have the same moment.
         """
-        self._call.join(seconds)
+        self._call.join(max(0.0, self._let_go_at - time.monotonic()))
 
 
 class ObjectWriter(Protocol):
@@ -161,9 +168,8 @@ class Uploads:
         finally:
             for upload in self._under_way:
                 upload.abandon()
-            until = time.monotonic() + _MOMENT
             for upload in self._under_way:
-                upload.let_go(max(0.0, until - time.monotonic()))
+                upload.let_go()
 
 
 def read_together(reads: Sequence[Callable[[], R]]) -> list[R]:
@@ -173,8 +179,12 @@ def read_together(reads: Sequence[Callable[[], R]]) -> list[R]:
     memory of the caller.
     """
     results: list[R] = []
-    for first in range(0, len(reads), AT_ONCE):
-        own, *others = reads[first : first + AT_ONCE]
-        calls = [_Call(read, background=True) for read in others]
-        results += [own(), *(call.result() for call in calls)]
-    return results
+    under_way: deque[_Call[R]] = deque()
+    for read in reads:
+        if len(under_way) == AT_ONCE:
+            results.append(under_way.popleft().result())
+        try:
+            under_way.append(_Call(read, background=len(reads) > 1))
+        except RuntimeError:  # no thread can be started: this process has too many
+            under_way.append(_Call(read, background=False))
+    return results + [call.result() for call in under_way]

@@ -1,8 +1,8 @@
 """Threads, and how work is handed to them.
 
 `run_on_threads` processes items on new threads and the calling one, `Workers` on threads that are
-kept, `map_on_threads` returns the results of small reads, and `read_ahead` reads batches while
-another one is used.
+kept, `map_on_threads` returns the results of small reads (`Store.read_together` of requests, which
+Ctrl-C abandons), and `read_ahead` reads batches while another one is used.
 
 Ctrl-C, at whatever instant it comes, must not leave a thread at work, because the thread may be
 writing into the caller's memory. An interrupt may hide from the caller that a thread has started.

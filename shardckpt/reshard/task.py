@@ -142,7 +142,7 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
             _process_values(opened, task.number),
         )
         record, table = writer.complete(
-            lambda **_: described, hosts=hosts, prior=opened.prior.digest, values=values
+            described, hosts=hosts, prior=opened.prior.digest, values=values
         )
         if opened.job.options.verify:
             try:

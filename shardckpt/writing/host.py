@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.index import TREE, check_merged, write_merged, write_table
+from shardckpt.commit.index import MANIFEST, TREE, is_whole, write_merged, write_table
 from shardckpt.errors import ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
@@ -57,16 +57,16 @@ def describe(
     key: str | None = None,
     *,
     always: bool = False,
-    uploads: ObjectWriter | None = None,
+    to: ObjectWriter | None = None,
 ) -> FileReference:
     """Write a host's contents into the attempt at `place`, unless they are there already.
 
-    A host with the same contents may have written them. With `always` they are written in any case,
-    with `uploads` among these.
+    A host with the same contents may have written them. With `always` they are written in any case.
+    `to` are the uploads to the place to which they are added; None: they are written now.
     """
     reference, data = contents.seal(key)
     if always or not place.exists(reference.key):
-        (uploads or place).write(reference.key, data)
+        (to or place).write(reference.key, data)
     return reference
 
 
@@ -293,7 +293,7 @@ class HostWriter:
         self._encoders[0].append_laid_out(chunks)
 
     def describe(
-        self, contents: Contents, *, hosts: int, uploads: ObjectWriter | None = None
+        self, contents: Contents, *, hosts: int, to: ObjectWriter | None = None
     ) -> FileReference:
         """Write the host's contents once; see the function `describe`.
 
@@ -303,7 +303,7 @@ class HostWriter:
             # The committer adds the commit record alone, and there are few directories.
             alone = hosts == 1 and not contents.small
             key = f"{self.folder}/contents.json" if alone else None
-            self._described = describe(self._place, contents, key, always=alone, uploads=uploads)
+            self._described = describe(self._place, contents, key, always=alone, to=to)
         return self._described
 
     def finish(
@@ -328,7 +328,7 @@ class HostWriter:
         if all_of is not None and all_of.is_partial:
             all_of = merge_structures([((0,), all_of)])
         record, self.table = self.complete(
-            partial(self.describe, contents, hosts=hosts),
+            contents,
             hosts=hosts,
             prior=prior,
             values=values,
@@ -341,7 +341,7 @@ class HostWriter:
 
     def complete(
         self,
-        describe: Callable[..., FileReference],
+        contents: FileReference | Contents,
         *,
         hosts: int,
         prior: str | None,
@@ -355,7 +355,7 @@ class HostWriter:
         requests are slow.
 
         Args:
-            describe: returns the reference to the contents file; may write it among `uploads`.
+            contents: the host's contents, or the reference to their file, if it is written.
             hosts: as for `finish`.
             prior: as for `finish`.
             values: as for `finish`.
@@ -369,7 +369,7 @@ class HostWriter:
         packed = self._writer if isinstance(self._writer, PackedWriter) else None
         extents = packed.end() if packed else self._writer.finish()
         table = self._table_of(extents, packed=packed is not None)
-        checks: list[Callable[[], object]] = []
+        checks: list[Callable[[], bool | None]] = []
         with self._place.uploads() as uploads:
             files = HostFiles(
                 table=write_table(uploads, f"{self.folder}/table", table),
@@ -377,14 +377,17 @@ class HostWriter:
                 values=None if values is None else self._write_own(uploads, "values.json", values),
                 sums=self._write_sums(uploads),
                 replicas=None if not replicas else self._write_replicas(uploads, replicas),
-                contents=describe(uploads=uploads),
+                contents=contents
+                if isinstance(contents, FileReference)
+                else self.describe(contents, hosts=hosts, to=uploads),
             )
             # zarr has no codec for these, and would show them for weights.
             if packed is not None and self._compression != "difference":
                 checks = self._write_lanes(uploads, packed.lanes_of(extents), table, all_of)
             if packed is not None:
                 packed.wait()
-        self._place.read_together(checks)
+        if False in self._place.read_together(checks):
+            self._place.delete(MANIFEST)
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -423,25 +426,30 @@ class HostWriter:
 
     def _write_lanes(
         self, uploads: ObjectWriter, lanes: Iterator[Lane], table: Table, all_of: Structure | None
-    ) -> list[Callable[[], object]]:
-        """Begin to write the host's own databases, and write the merged one; see `complete`.
+    ) -> list[Callable[[], bool | None]]:
+        """Begin to write the host's first database, and write the others and the merged one.
 
         Returns:
-            What is to be checked when all are written.
+            What checks the first and the merged one, when all are written; False: the merged one
+            cannot be read (`is_whole`).
         """
-        checks: list[Callable[[], object]] = []
-        for number, lane in enumerate(lanes):
-            objects, node = lane.objects(), f"{lane.name}/{TREE}"
-            # The nodes of the merged database follow the first leaf in its file.
-            leaf = objects.pop(node) if number == 0 and all_of is not None else None
-            for key, data in objects.items():
+        first = next(lanes, None)
+        if first is None:
+            return []
+        objects, leaf = first.objects(), f"{first.name}/{TREE}"
+        checks: list[Callable[[], bool | None]] = [partial(first.check, self._place)]
+        for key, data in objects.items():
+            if key != leaf or all_of is None:
                 uploads.write(key, data)
-            checks.append(partial(lane.check, self._place))
-            if leaf is not None and all_of is not None:
-                compression = self._compression
-                merged = write_merged(self._place, table, all_of, compression, node, leaf)
-                if merged is not None:
-                    checks.append(partial(check_merged, self._place, merged))
+        for lane in lanes:  # each has many keys, so one at a time is in memory
+            lane.write(self._place)
+        if all_of is not None:
+            # The nodes of the merged database follow the first leaf in its file.
+            merged = write_merged(
+                self._place, table, all_of, self._compression, leaf, objects[leaf]
+            )
+            if merged is not None:
+                checks.append(partial(is_whole, self._place, merged))
         return checks
 
     def _write_sums(self, uploads: ObjectWriter) -> FileReference | None:

@@ -10,8 +10,8 @@ The chunks lie one after another in the files.
    time for each thread, on an object store as many as memory has room for. There a file is one
    upload, and the unit of a retry.
 3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT
-   database `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything
-   that it points to. A host needs several lanes only if it has more chunks than a leaf should have.
+   database `hosts/<host>/<n>`, with a manifest. All are complete when the host's record is there. A
+   host needs several lanes only if it has more chunks than a leaf should have.
 4. The leaf is read back, and must have every key at its place (`commit.index.Lane`).
 
 Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one
@@ -259,10 +259,7 @@ class PackedWriter:
         self._failed = True  # until this call succeeds
         self.wait()
         for lane in self.lanes_of(extents):
-            with self._store.uploads() as uploads:
-                for key, data in lane.objects().items():
-                    uploads.write(key, data)
-            lane.check(self._store)
+            lane.write(self._store)
         self._failed = False
         return extents
 

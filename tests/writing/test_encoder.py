@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,7 +108,7 @@ def test_what_several_threads_have_written_is_read_back(
     place = tmp_path_factory.mktemp("host")
     host, blocks = writer(place, threads, compression=compression), arrays(rows)
     append(host, blocks, at_a_time)
-    record, table = host.complete(partial(host.describe, CONTENTS, hosts=1), hosts=1, prior=None)
+    record, table = host.complete(CONTENTS, hosts=1, prior=None)
     assert record.chunks == len(table.rows) == sum(rows)
     assert len(record.files.lanes) <= threads
     for piece, _, values in blocks:
@@ -166,7 +165,7 @@ def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_me
 ):
     host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
     append(host, blocks, 10 * ROW)
-    record, _ = host.complete(partial(host.describe, CONTENTS, hosts=1), hosts=1, prior=None)
+    record, _ = host.complete(CONTENTS, hosts=1, prior=None)
     assert calls == [n * (ROW + 4) for n in (3 + 3, 1 + 1, 3, 9)], (
         "of the first four those of one shape; then one; then a large one"
     )
@@ -222,7 +221,7 @@ def test_shards_of_a_tensor_lie_side_by_side_in_the_file(tmp_path, calls):
         [(piece, half, values[half.slices]) for piece, _, values in whole for half in halves],
         1 << 20,
     )
-    record, table = host.complete(partial(host.describe, CONTENTS, hosts=1), hosts=1, prior=None)
+    record, table = host.complete(CONTENTS, hosts=1, prior=None)
     assert calls == [12 * (ROW + 4)]
     assert table.rows.offset.tolist() == [*range(0, 12 * (ROW + 4), ROW + 4)], (
         "by array, and in grid order"
@@ -268,7 +267,7 @@ def test_a_chunk_that_two_threads_were_given_is_refused(tmp_path):
     host._encoders[0].append([(piece, box, values)])
     host._encoders[1].append([(piece, Box((1, 0), (2, 4096)), values[1:])])
     with pytest.raises(CommitError, match="chunk t0/c/1/0 was put twice"):
-        host.complete(partial(host.describe, CONTENTS, hosts=1), hosts=1, prior=None)
+        host.complete(CONTENTS, hosts=1, prior=None)
     host.abort()
 
 
