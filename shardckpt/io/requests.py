@@ -178,13 +178,21 @@ def read_together(reads: Sequence[Callable[[], R]]) -> list[R]:
     The first error, and Ctrl-C, are raised while other reads may go on; so none may write into
     memory of the caller.
     """
+    if len(reads) < 2:
+        return [read() for read in reads]
     results: list[R] = []
     under_way: deque[_Call[R]] = deque()
-    for read in reads:
-        if len(under_way) == AT_ONCE:
+    try:
+        for read in reads:
+            if len(under_way) == AT_ONCE:
+                results.append(under_way.popleft().result())
+            try:
+                under_way.append(_Call(read, background=True))
+            except RuntimeError:  # no thread can be started: this process has too many
+                results += [under_way.popleft().result() for _ in range(len(under_way))]
+                results.append(read())
+        while under_way:
             results.append(under_way.popleft().result())
-        try:
-            under_way.append(_Call(read, background=len(reads) > 1))
-        except RuntimeError:  # no thread can be started: this process has too many
-            under_way.append(_Call(read, background=False))
-    return results + [call.result() for call in under_way]
+        return results
+    finally:
+        under_way.clear()  # a reference cycle would keep an error, and its frames' memory
