@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
+# In front of pytest, in what `check` runs side by side: pytest fails if another session tidies the same temporary directories.
+APART = apart=$${TMPDIR:-/tmp}/$$(id -un)-$@ && mkdir -p $$apart && PYTEST_DEBUG_TEMPROOT=$$apart
 STAMP := $(VENV)/.installed
 # Packages of Debian, as root; one call at a time.
 INSTALL := flock $(VENV) sh -c 'test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update --quiet=2 && \
@@ -67,7 +69,7 @@ quick: lint types layers ## for a person at work: those three, and some tests of
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not long and not deploy" $(QUICK)
 
 without-extension: setup ## tests of what the C extension does, without it
-	SHARDCKPT_NO_EXTENSION=1 $(BIN)/python -m pytest -p no:xdist -m "not slow" $(BOTH_WAYS)
+	$(APART) SHARDCKPT_NO_EXTENSION=1 $(BIN)/python -m pytest -p no:xdist -m "not slow" $(BOTH_WAYS)
 
 sweeps: setup ## those sweeps, and the tests that take seconds each
 	$(PYTEST) -m "slow or long"
@@ -75,13 +77,13 @@ sweeps: setup ## those sweeps, and the tests that take seconds each
 browser: setup ## the pages in a real Chromium, which is installed where that can be done
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || $(INSTALL) chromium || \
 	  { echo "Chromium is missing, and only root on Debian can be helped: install the package chromium"; exit 1; }
-	$(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser tests/docs/browser
+	$(APART) $(BIN)/python -m pytest -p no:xdist -m browser tests/cli/browser tests/serve/browser tests/docs/browser
 
 deploy: setup ## what deploy/ has, with a real nginx, promtool and systemd-analyze, which are installed where that can be done
 	@command -v nginx >/dev/null && command -v promtool >/dev/null && command -v systemd-analyze >/dev/null || \
 	  $(INSTALL) nginx-light prometheus systemd || \
 	  { echo "nginx, promtool or systemd-analyze is missing, and only root on Debian can be helped: install nginx, prometheus and systemd"; exit 1; }
-	$(BIN)/python -m pytest -p no:xdist -m deploy tests/serve
+	$(APART) $(BIN)/python -m pytest -p no:xdist -m deploy tests/serve
 
 fuse: setup ## tests of storage, commits and exports on mounts with the habits of NFS and of buckets, where FUSE can be mounted
 	@if ! unshare --mount sh -c ': <>/dev/fuse' 2>/dev/null; then \
@@ -89,7 +91,7 @@ fuse: setup ## tests of storage, commits and exports on mounts with the habits o
 	$(BIN)/python -c 'import ctypes.util as u; exit(not u.find_library("fuse3"))' || $(INSTALL) libfuse3-3 || \
 	  { echo "libfuse 3 is missing, and only root on Debian can be helped: install the package libfuse3-3"; exit 1; }; \
 	set -e; \
-	unshare --mount $(BIN)/python -m pytest -p no:xdist -m fuse tests/io/test_fuse.py; \
+	$(APART) unshare --mount $(BIN)/python -m pytest -p no:xdist -m fuse tests/io/test_fuse.py; \
 	unshare --mount $(BIN)/python tools/fuse_mount.py $(BIN)/python -m pytest -n 2 --dist load --max-worker-restart 0 \
 	  --basetemp={mount}/pytest -m "not slow and not fuse" -k "not gs and not s3 and not memory and $(NOT_ON_FUSE)" $(ON_FUSE)
 
@@ -190,7 +192,7 @@ layers: setup
 	$(BIN)/lint-imports
 
 examples: setup ## the examples in docstrings, run (those in README.md and docs/ are among the tests)
-	$(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' --ignore='shardckpt/training/integrations/torchtitan.py' \
+	$(APART) $(BIN)/python -m pytest --doctest-modules shardckpt --ignore-glob='shardckpt/frameworks/*xla*' --ignore-glob='shardckpt/views/vllm_*.py' --ignore='shardckpt/training/integrations/torchtitan.py' \
 	  --ignore='shardckpt/training/integrations/ray_train.py' -p no:xdist
 
 docs: setup ## the documentation as a site, in build/site; a broken link is an error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
-from itertools import compress, islice
+from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -75,8 +74,8 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
         key=lambda child: (step_of(child) is not None, naming.natural_key(child)),
         reverse=True,
     )[:_MOST_LOOKS]
-    looks = [partial(store.exists, f"{child}/{RECORD}") for child in latest]
-    inside = next(compress(latest, store.read_together(looks)), None)
+    # One by one: of a run the first look finds one.
+    inside = next((child for child in latest if store.exists(f"{child}/{RECORD}")), None)
     if inside is not None:
         return NotFoundError(f"{store}: no checkpoint there; did you mean {store.sub(inside)}?")
     if other := other_format(names):

@@ -19,7 +19,7 @@ from shardckpt.errors import OptionError
 from shardckpt.io.status import exists
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
     from shardckpt.training.policies import OnPreemption
@@ -54,6 +54,11 @@ class Notices:
         self.install()
         if numbers:
             _installed.add(self)
+
+    @property
+    def signals(self) -> Iterable[int]:
+        """The signals that are handled."""
+        return self._before.keys()
 
     def install(self) -> None:
         """Install the handlers, also in place of those that other code has installed since."""
@@ -99,6 +104,27 @@ class Notices:
             before(number, frame)
 
 
+_forking = threading.local()
+"""`masks`: the signal masks from before the forks of this thread that are in progress."""
+
+
+def _before_fork() -> None:
+    """Hold back the signals that are handled until the forked process has its earlier handlers.
+
+    A signal that comes before that would be noted for Python, and Python forgets what is noted when
+    a process is forked.
+    """
+    numbers = {number for notices in [*_installed] for number in notices.signals}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    _forking.masks = [*getattr(_forking, "masks", ()), mask]
+
+
+def _after_fork_in_parent() -> None:
+    if masks := getattr(_forking, "masks", ()):  # else this module was imported meanwhile
+        *_forking.masks, mask = masks
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _after_fork() -> None:
     """Restore the handlers from before, in the forked process.
 
@@ -106,6 +132,9 @@ def _after_fork() -> None:
     """
     while any(notices.restore_handlers() for notices in [*_installed]):
         pass
+    _after_fork_in_parent()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
+)

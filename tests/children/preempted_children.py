@@ -60,6 +60,15 @@ elif kind == "pool":
     pool.terminate()
     pool.join()
     print("joined")
+elif kind == "just forked":  # the signal comes before Python runs in the child
+    ends = set()
+    for _ in range(40):
+        if not (pid := os.fork()):
+            time.sleep(1)
+            os._exit(7)
+        os.kill(pid, signal.SIGTERM)
+        ends.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    print(*ends, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 elif kind == "daemon":
     started(daemon=True)
     manager.close()

@@ -157,6 +157,7 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interru
         ("thread", -signal.SIGTERM),
         ("two managers", -signal.SIGTERM),
         ("pool", "joined"),
+        ("just forked", f"{-signal.SIGTERM} set()"),
         ("daemon", "the end"),
         ("own handler on top", -signal.SIGTERM),
         ("group", f"True {-signal.SIGTERM}"),
