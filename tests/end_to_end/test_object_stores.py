@@ -168,20 +168,24 @@ def test_a_save_sends_requests_at_once_that_need_not_wait_for_each_other(cloud, 
     files; the manifest of the index; two to read it back; the host's record; its reading; that of
     what it refers to; the commit record. (Of the plain layout chunks come before files, and the
     root's document last.)"""
-    url, state = cloud.place(), {f"w{i}": np.full(1000, i, np.float32) for i in range(12)}
+    state = {f"w{i}": np.full(1000, i, np.float32) for i in range(12)}
     shardckpt.save(cloud.place(), state)  # the first save of a process looks at more of the index
-    with cloud.proxy.rules.during(Rule("latency", seconds=0.1, times=None)):
-        cloud.proxy.traffic.reset()
-        shardckpt.save(url, state, options=SaveOptions(layout=layout))
-        exchanges = cloud.proxy.traffic.exchanges()
-    assert max(exchange.round for exchange in exchanges) <= 11 < len(exchanges)
+    for _ in range(3):  # a busy machine may begin a request late
+        url = cloud.place()
+        with cloud.proxy.rules.during(Rule("latency", seconds=0.1, times=None)):
+            cloud.proxy.traffic.reset()
+            shardckpt.save(url, state, options=SaveOptions(layout=layout))
+            exchanges = cloud.proxy.traffic.exchanges()
+        if (rounds := max(exchange.round for exchange in exchanges)) <= 11:
+            break
+    assert rounds <= 11 < len(exchanges)
     assert shardckpt.restore(url)["w11"][0] == 11
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["verify", "foreign"])
 def test_documents_of_many_arrays_are_read_at_once(cloud, tmp_path, what):
-    url, state = cloud.place(), {f"w{i}": np.full(10, i, np.float32) for i in range(40)}
+    url, state = cloud.place(), {f"w{i}": np.full(10, i, np.float32) for i in range(80)}
     if what == "verify":
         shardckpt.save(url, state, options=SaveOptions(layout="zarr"))
     else:  # nothing is consolidated
@@ -194,11 +198,11 @@ def test_documents_of_many_arrays_are_read_at_once(cloud, tmp_path, what):
         cloud.proxy.traffic.reset()
         opened = shardckpt.open(url)
         assert (
-            opened.verify().ok if what == "verify" else len(opened.record.structure.tensors) == 40
+            opened.verify().ok if what == "verify" else len(opened.record.structure.tensors) == 80
         )
         exchanges = cloud.proxy.traffic.exchanges()
-    assert max(exchange.round for exchange in exchanges) < 40
-    assert len(exchanges) > 80
+    # Whether a step is meant is looked for one by one, in 16 directories at most.
+    assert max(exchange.round for exchange in exchanges) < 80 < len(exchanges) / 2
 
 
 @pytest.mark.long
