@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _contexts = count()
-_stamps: deque[object] = deque(maxlen=1)
-"""The stamp of the newest context."""
 
 
 class BucketStore(Store):
@@ -59,10 +56,12 @@ class BucketStore(Store):
 
     def with_new_keys(self, operation: Callable[[], T]) -> T:
         """See `Store`."""
+        # Not that of the newest context, which another thread may have made meanwhile.
+        before = cloud.context_stamp()
         try:
             return operation()
         except StorageError:
-            if not _stamps or cloud.context_stamp() == _stamps[-1]:
+            if cloud.context_stamp() == before:
                 raise
             return operation()
 
@@ -154,8 +153,7 @@ class BucketStore(Store):
 
 
 @lru_cache(maxsize=4)
-def _context(stamp: object) -> ts.Context:
-    _stamps.append(stamp)
+def _context(_stamp: object) -> ts.Context:
     return ts.Context(cloud.context(next(_contexts)))
 
 
