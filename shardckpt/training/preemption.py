@@ -119,7 +119,7 @@ def _before_fork() -> None:
     _forking.masks = [*getattr(_forking, "masks", ()), mask]
 
 
-def _after_fork_in_parent() -> None:
+def _restore_mask() -> None:
     if masks := getattr(_forking, "masks", ()):  # else this module was imported meanwhile
         *_forking.masks, mask = masks
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -132,9 +132,7 @@ def _after_fork() -> None:
     """
     while any(notices.restore_handlers() for notices in [*_installed]):
         pass
-    _after_fork_in_parent()
+    _restore_mask()
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_restore_mask, after_in_child=_after_fork)
